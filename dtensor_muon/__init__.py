@@ -1,0 +1,1 @@
+"""Muon for DTensor parameters."""
