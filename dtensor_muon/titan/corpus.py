@@ -8,6 +8,7 @@ folder, once. torchtitan knows the result as dataset "python_sources" with the f
 import hashlib
 import json
 import os
+import random
 import shutil
 import sysconfig
 import tempfile
@@ -23,6 +24,7 @@ DATASET = "python_sources"
 VOCAB_SIZE = 2048
 MAX_BYTES = 6_000_000
 MIN_BYTES = 500_000
+PIECE_CHARS = 1_500
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 
 _DATA, _TOKENIZER, _TOKENIZER_CONFIG = "data.json", "tokenizer.json", "tokenizer_config.json"
@@ -82,25 +84,39 @@ def load(folder: str) -> "Dataset":
 
 
 def _write_texts(path: Path) -> int:
-    """Write the sources in an order that mixes all packages, up to :data:`MAX_BYTES`; returns the bytes of text."""
+    """Write up to :data:`MAX_BYTES` of sources as shuffled pieces, so that a batch mixes files; returns the bytes."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
-    total = 0
-    shown = 0
+    pieces: list[str] = []
+    total = shown = 0
+    for text in _read_sources(stdlib):
+        pieces.extend(_cut(text))
+        total += len(text.encode())
+        if total - shown >= MAX_BYTES // 4:
+            shown = total
+            print(f"[corpus] {total / 1e6:.1f} MB of Python sources collected from {stdlib}", flush=True)
+        if total >= MAX_BYTES:
+            break
+    random.Random(0).shuffle(pieces)
     with path.open("w", encoding="utf-8") as file:
-        for text in _read_sources(stdlib):
-            file.write(json.dumps({"text": text}) + "\n")
-            total += len(text.encode())
-            if total - shown >= MAX_BYTES // 4:
-                shown = total
-                print(f"[corpus] {total / 1e6:.1f} MB of Python sources collected from {stdlib}", flush=True)
-            if total >= MAX_BYTES:
-                break
+        file.writelines(json.dumps({"text": piece}) + "\n" for piece in pieces)
     if total < MIN_BYTES:
         raise FileNotFoundError(
             f"only {total} bytes of Python sources in {stdlib}; training.dataset = {DATASET!r} needs {MIN_BYTES}. "
             "Install Python with its standard library, or set training.dataset to another dataset"
         )
     return total
+
+
+def _cut(text: str) -> Iterator[str]:
+    """Pieces of whole lines, of about :data:`PIECE_CHARS` characters."""
+    piece = ""
+    for line in text.splitlines(keepends=True):
+        piece += line
+        if len(piece) >= PIECE_CHARS:
+            yield piece
+            piece = ""
+    if piece:
+        yield piece
 
 
 def _read_sources(stdlib: Path) -> Iterator[str]:
