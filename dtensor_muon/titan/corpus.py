@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 DATASET = "python_sources"
 VOCAB_SIZE = 2048
-MAX_BYTES = 6_000_000
-MIN_BYTES = 500_000
-PIECE_CHARS = 1_500
+MAX_BYTES = 800_000
+MIN_BYTES = 300_000
+PIECE_CHARS = 500
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 
 _DATA, _TOKENIZER, _TOKENIZER_CONFIG = "data.json", "tokenizer.json", "tokenizer_config.json"

@@ -17,7 +17,7 @@ from dtensor_muon.titan.optimizers import muon_builder, muon_lr_schedulers_build
 
 # Sized for two CPU cores.
 TINY_LLAMA3 = TransformerModelArgs(
-    dim=128, n_layers=4, n_heads=4, vocab_size=corpus.VOCAB_SIZE, multiple_of=64, rope_theta=10000
+    dim=64, n_layers=2, n_heads=4, vocab_size=corpus.VOCAB_SIZE, multiple_of=64, rope_theta=10000
 )
 
 
