@@ -112,6 +112,8 @@ def build_param_groups(
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     _check_optimizer(router_optimizer, "router_optimizer")
+    if "optimizer" in options:
+        raise ValueError("build_param_groups: 'optimizer' is chosen per parameter; use an override")
     _check_options(options, "build_param_groups")
     for override in overrides:
         _check_options(override.options, f"override {override.name!r}")
