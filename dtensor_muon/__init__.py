@@ -1,1 +1,17 @@
-"""Muon for DTensor parameters."""
+"""Muon for DTensor parameters: exact on every FSDP x TP x EP layout, driven by `redistribute` calls."""
+
+from dtensor_muon.coefficients import get_supported_coefficient_types, validate_coefficient_type
+from dtensor_muon.functional import get_muon_scale_factor
+from dtensor_muon.layout import ParamLayout, infer_layout
+from dtensor_muon.newton_schulz import newton_schulz
+from dtensor_muon.optimizer import Muon
+
+__all__ = [
+    "Muon",
+    "ParamLayout",
+    "get_muon_scale_factor",
+    "get_supported_coefficient_types",
+    "infer_layout",
+    "newton_schulz",
+    "validate_coefficient_type",
+]

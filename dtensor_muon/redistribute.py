@@ -1,0 +1,262 @@
+"""Storage layout <-> compute layout of one bucket. The only module that moves data.
+
+[Note: axis views]
+A bucket is moved one mesh axis at a time. For one move, the local tensors of the ranks along that axis are a DTensor
+that is sharded on it; what the other axes hold does not matter, so the view calls them replicated. On the parameter's
+own placements DTensor would gather `_StridedShard` storage over the whole axis, which is right, but sends as many times
+the bytes as the axis has ranks.
+
+[Note: all-to-all]
+On a CPU mesh DTensor replaces the all-to-all of `Shard -> Shard` by an all-gather. The op behind it runs on every
+backend, but cuts evenly, so both dims are padded to a multiple of the ranks before it and narrowed after it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import _group_or_group_name
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from dtensor_muon.layout import ShardedAxis, int_or_symbol, local_sizes
+from dtensor_muon.plan import BucketPlan, Target, kept_matrices, long_dim_of
+
+_Undo = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A bucket in its compute layout.
+
+    Attributes:
+        matrices: `[n, rows, cols]` on this rank, in the compute dtype.
+        to_storage: Takes the updates, shaped like `matrices`, back: one tensor per member, like its local shard.
+    """
+
+    matrices: Tensor
+    to_storage: Callable[[Tensor], list[Tensor]]
+
+
+class BucketMover:
+    """Moves one bucket; holds what depends on this rank: its sizes before each cut, and its number of matrices."""
+
+    def __init__(self, plan: BucketPlan) -> None:
+        self.plan = plan
+        self._sizes, _ = local_sizes(plan.layout)
+        self._slots = plan.slots()
+        self._num_slots = plan.num_owners * plan.matrices_per_owner
+        self._num_owned = _num_owned(plan)
+        self._num_kept = kept_matrices(plan.layout)
+
+    def to_compute(self, shards: Sequence[Tensor]) -> Computed:
+        """Brings a bucket into its compute layout.
+
+        Args:
+            shards: One per member: the local shard of its Newton-Schulz input, in the compute dtype. Not modified.
+        """
+        undo: list[_Undo] = []
+        stack = self._stack(shards)
+        undo.append(lambda x: x)
+        for axis, target in self.plan.moves():
+            stack, back = self._move(stack, axis, target)
+            undo.append(back)
+        per_owner = self.plan.matrices_per_owner
+        owned = stack if self._num_owned is None else stack.narrow(0, 0, self._num_owned)
+
+        def to_storage(updates: Tensor) -> list[Tensor]:
+            if self._num_owned is not None:
+                updates = _pad(updates, 0, per_owner)
+            for back in reversed(undo):
+                updates = back(updates)
+            return self._unstack(updates, shards)
+
+        return Computed(owned, to_storage)
+
+    def reduce_gram(self, gram: Tensor) -> Tensor:
+        """Sums a tensor over the axes on which the matrices stay sharded."""
+        return self._reduce(gram, "sum")
+
+    def reduce_max(self, value: Tensor) -> Tensor:
+        """Takes the maximum over the axes on which the matrices stay sharded."""
+        return self._reduce(value, "max")
+
+    def _reduce(self, value: Tensor, op: str) -> Tensor:
+        for axis, target in self.plan.moves():
+            if target is Target.LONG:
+                value = _redistribute(value, self._mesh, axis.axis, Partial(op), Replicate(), value.shape)
+        return value
+
+    @property
+    def _mesh(self) -> DeviceMesh:
+        if self.plan.layout.mesh is None:
+            raise AssertionError("a bucket of plain tensors has no axes to move")
+        return self.plan.layout.mesh
+
+    def _stack(self, shards: Sequence[Tensor]) -> Tensor:
+        """Returns `[slots, local rows, local cols]`."""
+        if not self.plan.stack_axes:
+            return torch.stack(list(shards)).flatten(0, -3)
+        pieces: list[Tensor] = []
+        for shard in shards:
+            matrices = shard.reshape(-1, *shard.shape[-2:]) if shard.ndim != 3 else shard
+            if self.plan.layout.num_matrices > 1:
+                matrices = _pad(matrices, 0, self._num_kept)
+            pieces.extend(matrices.unbind(0))
+        slots: list[Tensor] = [torch.zeros_like(pieces[0])] * self._num_slots
+        for slot, piece in zip(self._slots, pieces, strict=True):
+            slots[slot] = piece
+        return torch.stack(slots)
+
+    def _unstack(self, updates: Tensor, shards: Sequence[Tensor]) -> list[Tensor]:
+        if not self.plan.stack_axes:
+            return list(updates.unflatten(0, (len(shards), -1)).unbind(0)) if shards[0].ndim > 2 else list(updates)
+        pieces = [updates[slot] for slot in self._slots]
+        result: list[Tensor] = []
+        for index, shard in enumerate(shards):
+            mine = pieces[index * self._num_kept : (index + 1) * self._num_kept]
+            if shard.ndim == 2:
+                result.append(mine[0])
+            else:
+                matrices = torch.stack(mine)
+                num_local = shard.reshape(-1, *shard.shape[-2:]).shape[0] if shard.ndim != 3 else shard.shape[0]
+                result.append(matrices.narrow(0, 0, num_local).reshape(shard.shape))
+        return result
+
+    def _move(self, x: Tensor, axis: ShardedAxis, target: Target) -> tuple[Tensor, _Undo]:
+        """Applies one target; returns the moved tensor and what takes it back."""
+        layout = self.plan.layout
+        matrix_dim = layout.matrix_dim(axis)
+        if target is Target.KEEP:
+            return x, _same
+        long_dim = 1 + long_dim_of(layout)
+        destination = {Target.STACK: 0, Target.LONG: long_dim}.get(target)
+        if matrix_dim is None:
+            if destination is None:
+                return x, _same
+            shape = x.shape
+            moved = _redistribute(x, self._mesh, axis.axis, Replicate(), Shard(destination), shape)
+            return moved, lambda y: _redistribute(y, self._mesh, axis.axis, Shard(destination), Replicate(), shape)
+        source, size = 1 + matrix_dim, self._sizes[axis.axis]
+        if destination is None:
+            whole = _with(x.shape, source, size)
+            moved = _redistribute(x, self._mesh, axis.axis, Shard(source), Replicate(), whole)
+            return moved, lambda y: _redistribute(y, self._mesh, axis.axis, Replicate(), Shard(source), whole)
+        if source == destination:
+            return x, _same
+        return _all_to_all(x, self._mesh, axis, source, destination, size)
+
+
+def agree(mesh: DeviceMesh, like: Tensor, fingerprint: int) -> bool:
+    """Returns whether all ranks of a mesh hold the same number (of at most 62 bits). Collective over the mesh."""
+    both = like.new_tensor([fingerprint, -fingerprint], dtype=torch.int64)
+    highest = _reduce_over_mesh(both, mesh)
+    return bool((highest == both).all())
+
+
+def any_rank(mesh: DeviceMesh, flags: Tensor) -> Tensor:
+    """Returns the elementwise maximum of an integer tensor over all ranks of a mesh. Collective over the mesh."""
+    return _reduce_over_mesh(flags, mesh)
+
+
+def gather_texts(mesh: DeviceMesh, text: str) -> list[str]:
+    """Returns the texts of the ranks along every axis of a mesh that crosses this rank. Collective over the mesh."""
+    found: list[str] = []
+    for axis in range(mesh.ndim):
+        texts: list[str] = [""] * mesh.size(axis)
+        dist.all_gather_object(texts, text, group=mesh.get_group(axis))
+        found += texts
+    return found
+
+
+def _reduce_over_mesh(value: Tensor, mesh: DeviceMesh) -> Tensor:
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            value = _redistribute(value, mesh, axis, Partial("max"), Replicate(), value.shape)
+    return value
+
+
+def _redistribute(
+    x: Tensor, mesh: DeviceMesh, axis: int, source: Placement, destination: Placement, shape: Sequence[int]
+) -> Tensor:
+    """`DTensor.redistribute` along one mesh axis; `shape` is that of the whole tensor. See [Note: axis views]."""
+    view = DTensor.from_local(
+        x.contiguous(),
+        mesh,
+        _on_axis(mesh, axis, source),
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(tuple(shape), device="meta").stride(),
+    )
+    return view.redistribute(placements=_on_axis(mesh, axis, destination)).to_local()
+
+
+def _on_axis(mesh: DeviceMesh, axis: int, placement: Placement) -> list[Placement]:
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    placements[axis] = placement
+    return placements
+
+
+def _all_to_all(
+    x: Tensor, mesh: DeviceMesh, axis: ShardedAxis, source: int, destination: int, size: int
+) -> tuple[Tensor, _Undo]:
+    """`Shard(source) -> Shard(destination)` along one axis; see [Note: all-to-all].
+
+    Args:
+        x: Local tensor.
+        mesh: The bucket's mesh.
+        axis: The axis along which it moves.
+        source: The dim that is sharded before.
+        destination: The dim that is sharded after; it keeps its padding.
+        size: Of the source dim on all ranks of the axis together.
+    """
+    group = _group_or_group_name(mesh.get_group(axis.axis))
+    mine, whole = x.shape[source], x.shape[destination]
+    chunk = -(-size // axis.size)
+    even = int_or_symbol(-(-whole // axis.size)) * axis.size
+
+    def exchange(tensor: Tensor, gather: int, scatter: int) -> Tensor:
+        moved: Tensor = torch.ops._dtensor.shard_dim_alltoall(tensor.contiguous(), gather, scatter, group)
+        return moved
+
+    def back(y: Tensor) -> Tensor:
+        y = exchange(_pad(y, source, chunk * axis.size), destination, source)
+        return y.narrow(source, 0, mine).narrow(destination, 0, whole)
+
+    moved = exchange(_pad(_pad(x, source, chunk), destination, even), source, destination)
+    return moved.narrow(source, 0, size), back
+
+
+def _pad(x: Tensor, dim: int, size: int) -> Tensor:
+    """Appends zeros to a dim until it has `size` elements."""
+    if x.shape[dim] is size:
+        return x
+    missing = int_or_symbol(size - x.shape[dim])
+    if isinstance(missing, int) and missing == 0:
+        return x
+    return torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing])
+
+
+def _num_owned(plan: BucketPlan) -> int | None:
+    """Returns how many of its slots this rank computes, None for all; see [Note: slots] in `plan`."""
+    owners, count = plan.num_owners, plan.num_matrices
+    if plan.layout.mesh is None or count % owners == 0:
+        return None
+    owner: int = 0
+    for axis in plan.stack_axes:
+        owner = owner * axis.size + plan.layout.mesh.get_local_rank(axis.axis)
+    place = (owner - plan.first_owner + owners) % owners
+    return int_or_symbol((count + owners - 1 - place) // owners)
+
+
+def _with(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    changed = list(shape)
+    changed[dim] = size
+    return changed
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
