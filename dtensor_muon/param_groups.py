@@ -14,15 +14,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dtensor_muon.routing import Site, canonical_name, find_parameters, why_adamw
+from dtensor_muon.options import ADAMW, ADAMW_ONLY_OPTIONS, ADAMW_OPTIONS, MUON
+from dtensor_muon.routing import CONVOLUTION, Site, canonical_name, find_parameters, why_adamw
 
 __all__ = ["ParamOverride", "build_param_groups", "describe_param_groups"]
 
 ParamPredicate = Callable[[str, nn.Parameter], bool]
 
-_OPTIMIZER_ALIASES = {"muon": "muon", "adamw": "adamw", "adam": "adamw"}
-_ADAMW_OPTIONS = frozenset({"lr", "weight_decay", "betas", "eps"})
-_ADAMW_ONLY_OPTIONS = frozenset({"betas", "eps"})
+_OPTIMIZER_ALIASES = {MUON: MUON, ADAMW: ADAMW, "adam": ADAMW}
 _ADAMW_PREFIX = "adamw_"
 
 
@@ -108,6 +107,7 @@ def build_param_groups(
 
     Raises:
         ValueError: An override matches nothing or sends a vector to Muon, or an option has no meaning for AdamW.
+        NotImplementedError: An override sends a convolution weight to Muon.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -118,16 +118,16 @@ def build_param_groups(
     for override in overrides:
         _check_options(override.options, f"override {override.name!r}")
 
-    router_to_muon = _OPTIMIZER_ALIASES[router_optimizer] == "muon"
+    router_to_muon = _OPTIMIZER_ALIASES[router_optimizer] == MUON
     routed = [_route(sites, param, overrides, router_to_muon) for sites, param in find_parameters(model)]
     whole_names = None if all_names is None else [canonical_name(name) for name in all_names]
     for index, override in enumerate(overrides):
         _check_override(index, override, routed, whole_names)
-    if whole_names is None and not any(route.optimizer == "muon" for route in routed):
+    if whole_names is None and not any(route.optimizer == MUON for route in routed):
         _warn_no_matrix(routed)
 
     groups = []
-    for optimizer in ("muon", "adamw"):
+    for optimizer in (MUON, ADAMW):
         for index in range(-1, len(overrides)):
             members = [route for route in routed if route.optimizer == optimizer and route.override == index]
             if members:
@@ -148,7 +148,7 @@ def describe_param_groups(groups: Iterable[Mapping[str, Any]]) -> str:
     blocks = []
     totals: dict[str, tuple[int, int]] = {}
     for group in groups:
-        optimizer = str(group.get("optimizer", "muon"))
+        optimizer = str(group.get("optimizer", MUON))
         params: list[Tensor] = list(group["params"])
         names = group.get("param_names") or ["(unnamed)"] * len(params)
         shown = {key: value for key, value in group.items() if key not in ("params", "param_names", "optimizer")}
@@ -187,16 +187,21 @@ def _route(
     names = [site.name for site in sites]
     matches = tuple(index for index, override in enumerate(overrides) if override.selects(names, param))
     claimed_by = matches[0] if matches else -1
-    optimizer = "adamw" if reason else "muon"
+    optimizer = ADAMW if reason else MUON
     if matches:
         override = overrides[claimed_by]
         optimizer = _OPTIMIZER_ALIASES[override.options.get("optimizer", optimizer)]
-        if optimizer == "muon" and param.ndim < 2:
+        if optimizer == MUON and param.ndim < 2:
             raise ValueError(
                 f"override {override.name!r} sends parameter {names[0]!r} of shape {list(param.shape)} to Muon, which "
                 "needs at least two dims; narrow its match or set optimizer='adamw'"
             )
-        if optimizer == "adamw" and not reason:
+        if optimizer == MUON and reason == CONVOLUTION:
+            raise NotImplementedError(
+                f"override {override.name!r} sends the convolution weight {names[0]!r} of shape {list(param.shape)} to "
+                "Muon, which would orthogonalize each of its kernels; leave it with optimizer='adamw'"
+            )
+        if optimizer == ADAMW and not reason:
             reason = f"override {override.name!r}"
     return _Route(names[0], param, optimizer, claimed_by, matches, reason)
 
@@ -234,10 +239,10 @@ def _option_for(optimizer: str, key: str) -> str:
     """The name under which an option reaches groups of this optimizer; "" when it does not."""
     if key == "optimizer":
         return key
-    if optimizer == "muon":
-        return "" if key.startswith(_ADAMW_PREFIX) or key in _ADAMW_ONLY_OPTIONS else key
+    if optimizer == MUON:
+        return "" if key.startswith(_ADAMW_PREFIX) or key in ADAMW_ONLY_OPTIONS else key
     key = key.removeprefix(_ADAMW_PREFIX)
-    return key if key in _ADAMW_OPTIONS else ""
+    return key if key in ADAMW_OPTIONS else ""
 
 
 def _options_for(optimizer: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,10 +270,10 @@ def _check_optimizer(value: object, where: str) -> None:
 
 def _check_options(options: Mapping[str, Any], where: str) -> None:
     for key in options:
-        if key.startswith(_ADAMW_PREFIX) and key.removeprefix(_ADAMW_PREFIX) not in _ADAMW_OPTIONS:
+        if key.startswith(_ADAMW_PREFIX) and key.removeprefix(_ADAMW_PREFIX) not in ADAMW_OPTIONS:
             raise ValueError(
                 f"{where}: {key!r} is no option of the AdamW groups; allowed: "
-                + ", ".join(_ADAMW_PREFIX + name for name in sorted(_ADAMW_OPTIONS))
+                + ", ".join(_ADAMW_PREFIX + name for name in sorted(ADAMW_OPTIONS))
             )
 
 

@@ -164,12 +164,17 @@ def _missing(keys: tuple[str, ...], config: object) -> str:
     )
 
 
-def _muon_state_exists(optimizer: Optimizer) -> None:
-    """Nothing to create: Muon makes all its state when a group is added."""
+def _init_muon_state(optimizer: Optimizer) -> None:
+    """Creates what construction could not: the state of parameters that were on meta then."""
+    if not isinstance(optimizer, Muon):
+        raise ValueError(f"optimizer is {type(optimizer).__name__}; this creates the state of a Muon")
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            optimizer._init_state(group, param)
 
 
 def _muon_options(config: object) -> dict[str, Any]:
     return options_from_config(Muon, config)
 
 
-register_optimizer("muon", OptimizerSpec(cls=Muon, init_state=_muon_state_exists, config_to_options=_muon_options))
+register_optimizer("muon", OptimizerSpec(cls=Muon, init_state=_init_muon_state, config_to_options=_muon_options))

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 ROUTER = "router"
+CONVOLUTION = "convolution"
 
 # Wrappers that put a component of their own into parameter names; checkpoints do not carry it.
 _WRAPPER_COMPONENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
@@ -16,7 +17,8 @@ _WRAPPER_COMPONENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fs
 # Patterns below are matched against the dotted path of the module that owns a parameter, "layers.0.attention.wq". A
 # component made of digits means "one of many blocks". A word that is only clear at the ends of a network ("output",
 # "head") must not stand inside a block, where the same word names an ordinary projection; a word that contains other
-# blocks ("embeddings.layers.0.mlp") says nothing about what is inside them.
+# blocks ("embeddings.layers.0.mlp") says nothing about what is inside them. What hangs below a matching module without
+# a block between, such as "lm_head.lora_A.default", follows it.
 _WORD = r"[^.\d][^.]*"
 _BEFORE_BLOCKS = rf"^(?:{_WORD}\.)*"
 _AFTER_BLOCKS = rf"(?:\.{_WORD})*(?:\.\d+)?$"
@@ -27,14 +29,13 @@ _EMBEDDING_PATH = re.compile(rf"(?:^|\.)(?:\w+_)?(?:wte|wpe|emb|embed|embedder|e
 _INPUT_PATH = re.compile(rf"{_BEFORE_BLOCKS}(?:img|txt)_in{_AFTER_BLOCKS}")
 _LEARNED_INPUT_LEAF = re.compile(r"embed|pos_emb|position|(?:^|_)tokens?$")
 _HEAD_PATH = re.compile(
-    r"(?:^|\.)(?:lm_heads?|shared_head|embed_out|unembed(?:ding)?|output_layer)(?:\.|$)"
+    r"(?:^|\.)(?:lm_heads?|shared_head|unembed(?:ding)?|output_layer)(?:\.|$)"
     rf"|{_BEFORE_BLOCKS}(?:output|heads?|classifier|score|qa_outputs|proj_out|final_layer\.linear){_AFTER_BLOCKS}"
 )
 _BIAS_LEAF = re.compile(r"(?:^|_)bias(?:es)?(?:_|\d|$)|^b\d+$")
 _ROUTER_CLASS = re.compile(r"Router$")
 _ROUTER_PATH = re.compile(r"(?:^|\.)(?:router|(?:shared_)?experts?_gate)(?:\.|$)")
 _EXPERT = re.compile(r"expert", re.IGNORECASE)
-_ADAPTER = re.compile(r"\.(?:lora_\w+|base_layer)(?:\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Site:
 
     Attributes:
         name: Canonical parameter name.
-        path: Path of the owning module; for an adapter's weight, of the module it adapts.
+        path: Canonical path of the owning module.
         leaf: Name of the parameter in its module.
         lineage: `(component, module)` from below the root to the owning module, wrappers left out.
         owner: The owning module.
@@ -81,11 +82,9 @@ def _site(raw_name: str, modules: Mapping[str, nn.Module]) -> Site:
         for component, raw_path in zip(components, raw_paths, strict=True)
         if component not in _WRAPPER_COMPONENTS
     )
-    path = ".".join(component for component, _ in lineage)
     return Site(
         name=canonical_name(raw_name),
-        # a LoRA factor follows the layer it adapts
-        path=_ADAPTER.split(path, maxsplit=1)[0],
+        path=".".join(component for component, _ in lineage),
         leaf=leaf,
         lineage=lineage,
         owner=modules[".".join(components)],
@@ -93,7 +92,7 @@ def _site(raw_name: str, modules: Mapping[str, nn.Module]) -> Site:
 
 
 def _class_matches(module: nn.Module, pattern: re.Pattern[str]) -> bool:
-    # FSDP2 replaces a module's class by a subclass, so the bases are asked too
+    # a subclass of a norm or an embedding is one, whatever its name
     return any(pattern.search(cls.__name__) for cls in type(module).__mro__)
 
 
@@ -165,7 +164,6 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("use_muon=False", lambda site, param: not getattr(param, "use_muon", True)),
     ("is_embedding_or_output_parameter", lambda site, param: getattr(param, "is_embedding_or_output_parameter", False)),
     ("fewer than two dims", lambda site, param: param.ndim < 2),
-    ("not a real floating-point dtype", lambda site, param: not param.is_floating_point()),
     ("norm", _is_norm),
     ("bias", _is_bias),
     ("one vector per expert", _is_vector_per_expert),
@@ -174,7 +172,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("input projection", _is_input_projection),
     ("output head", _is_head),
     (ROUTER, _is_router),
-    ("convolution", _is_convolution),
+    (CONVOLUTION, _is_convolution),
     ("neither a matrix nor a stack of experts", _is_other_stack),
 )
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtensor_muon import routing
+from dtensor_muon import Muon, routing
 from dtensor_muon.param_groups import ParamOverride, build_param_groups, describe_param_groups
 from dtensor_muon.routing import RULES, canonical_name, find_parameters, why_adamw
 
@@ -221,9 +221,13 @@ def marked(**attributes: object) -> nn.Module:
     return model
 
 
-def complex_matrix() -> nn.Module:
+class Gain(nn.RMSNorm):
+    pass
+
+
+def gain_derived_from_a_norm() -> nn.Module:
     model = nn.Module()
-    model.kernel = nn.Parameter(torch.empty(4, 4, dtype=torch.complex64, device="meta"))
+    model.gain = Gain((4, 8), device="meta")
     return model
 
 
@@ -232,11 +236,11 @@ RULE_CASES = {
     "use_muon=False": [marked(use_muon=False)],
     "is_embedding_or_output_parameter": [marked(is_embedding_or_output_parameter=True)],
     "fewer than two dims": [build_model("layers.0.scale 8"), build_model("layers.0.temperature 1")],
-    "not a real floating-point dtype": [complex_matrix()],
     "norm": [
         build_model("layers.0.norm.weight 4,8 LayerNorm"),
         build_model("layers.0.q_norm.weight 4,8 CohereRMSNorm"),
         build_model("layers.0.bn.weight 4,8 FancyBatchNorm2d"),
+        gain_derived_from_a_norm(),
     ],
     "bias": [
         build_model("layers.0.mlp.mlp1_bias 4,8"),
@@ -249,14 +253,26 @@ RULE_CASES = {
         build_model("layers.0.table.weight 8,8 EmbeddingBag"),
         build_model("layers.0.words.weight 8,8 VocabParallelEmbedding"),
         build_model("transformer.wte.weight 8,8 Linear"),
+        build_model("transformer.wpe.weight 8,8 Linear"),
+        build_model("front.proj.weight 8,8 Linear BertEmbeddings"),
+        build_model("emb.weight 8,8 Linear"),
+        build_model("x_embedder.weight 8,8 Linear"),
+        build_model("embed_out.weight 8,8 Linear"),
         build_model("mtp.0.embed_tokens.weight 8,8 Linear"),
         build_model("patch_embed.proj.weight 8,48 Linear"),
         build_model("time_in.in_layer.weight 8,8 Linear MLPEmbedder"),
     ],
-    "learned position or token": [build_model("pos_embedding 16,8"), build_model("encoder.register_tokens 4,8")],
+    "learned position or token": [
+        build_model(f"encoder.{leaf} 16,8")
+        for leaf in ("pos_emb", "query_embed", "position_table", "register_tokens", "cls_token")
+    ],
     "input projection": [build_model("img_in.weight 8,8 Linear"), build_model("txt_in.weight 8,8 Linear")],
     "output head": [
         build_model("output.weight 8,8 Linear"),
+        *[
+            build_model(f"{name}.weight 8,8 Linear")
+            for name in ("output_layer", "unembed", "head", "score", "qa_outputs", "proj_out", "lm_heads.0")
+        ],
         build_model("model.lm_head.weight 8,8 Linear"),
         build_model("layers.3.shared_head.head.weight 8,8 Linear"),
         build_model("heads.head.weight 8,8 Linear"),
@@ -291,8 +307,9 @@ def test_rule(monkeypatch, reason, model):
 
 
 def test_vectors_per_expert(monkeypatch):
-    model = build_model("layers.0.experts.w 4,8,8 Experts", "layers.0.experts.scales 4,8 Experts")
-    (_, matrices), (sites, vectors) = find_parameters(model)
+    rows = ("layers.0.experts.w 4,8,8 Experts", "layers.0.experts.scales 4,8 Experts", "layers.0.experts.shared 8,8")
+    (_, matrices), (sites, vectors), (shared_sites, shared) = find_parameters(build_model(*rows))
+    assert why_adamw(shared_sites, shared, router_to_muon=False) == ""
     assert why_adamw(sites, vectors, router_to_muon=False) == "one vector per expert"
     assert matrices.ndim == 3
     monkeypatch.setattr(routing, "RULES", tuple(rule for rule in RULES if rule[0] != "one vector per expert"))
@@ -430,6 +447,20 @@ def test_data_parallel_wrapper_is_looked_through(fake_world):
     ]
 
 
+def test_groups_train():
+    torch.manual_seed(0)
+    model = Toy()
+    optimizer = Muon(build_param_groups(model, lr=0.1, adamw_lr=0.01, weight_decay=0.0))
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    assert all(not torch.equal(param, before[name]) for name, param in model.named_parameters())
+    assert [group["param_names"] for group in optimizer.param_groups] == [
+        group["param_names"] for group in build_param_groups(model)
+    ]
+
+
 # ---- options and overrides -----------------------------------------------------------------------------------------
 
 
@@ -469,6 +500,16 @@ def test_override_beats_rules_and_attributes():
     override = ParamOverride(r"output|layers\.0\.wq\.weight", {"optimizer": "muon"})
     muon = build_param_groups(model, overrides=[override])[1]
     assert (muon["optimizer"], muon["param_names"]) == ("muon", ["layers.0.wq.weight", "output.weight"])
+
+
+def test_convolution_is_not_sent_to_muon():
+    model = build_model("layers.0.conv.weight 8,4,3,3 Conv2d", "layers.0.wq.weight 8,8 Linear")
+    with pytest.raises(NotImplementedError) as caught:
+        build_param_groups(model, overrides=[ParamOverride("conv", {"optimizer": "muon"})])
+    assert str(caught.value) == (
+        "override 'conv' sends the convolution weight 'layers.0.conv.weight' of shape [8, 4, 3, 3] to Muon, which "
+        "would orthogonalize each of its kernels; leave it with optimizer='adamw'"
+    )
 
 
 def test_muon_options_reach_only_the_matrices_an_override_matches():

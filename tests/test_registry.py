@@ -54,6 +54,22 @@ def test_muon_state_exists_after_init_state():
     assert torch.equal(matrix, torch.ones(2, 3))
 
 
+def test_muon_state_of_materialized_parameters():
+    param = torch.nn.Parameter(torch.empty(2, 3, device="meta"))
+    optimizer = Muon([param])
+    get_optimizer("muon").init_state(optimizer)
+    assert not optimizer.state[param]
+    torch.utils.swap_tensors(param, torch.nn.Parameter(torch.ones(2, 3)))
+    get_optimizer("muon").init_state(optimizer)
+    assert torch.equal(optimizer.state[param]["momentum_buffer"], torch.zeros(2, 3))
+
+
+def test_muon_state_of_another_optimizer():
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(ValueError, match=r"^optimizer is SGD; this creates the state of a Muon$"):
+        get_optimizer("muon").init_state(other)
+
+
 def test_another_package_registers_an_optimizer():
     spec = OptimizerSpec(
         cls=torch.optim.SGD,
