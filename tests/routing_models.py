@@ -3,8 +3,11 @@
 import copy
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -60,61 +63,58 @@ def _child(parent: nn.Module, name: str, class_name: str) -> nn.Module:
 
 def build_titan_model(name: str, flavor: str = "debugmodel") -> nn.Module:
     """Builds a debug flavor of a torchtitan model, its blocks cut to four, on meta."""
-    _import_torchtitan()
-    from torchtitan.protocols.train_spec import get_train_spec
+    with _torchtitan():
+        from torchtitan.protocols.train_spec import get_train_spec
 
-    spec = get_train_spec(name)
-    args = copy.copy(spec.model_args[flavor])  # the registered object serves other tests
-    args.n_layers, args.vocab_size, args.moe_impl = 4, 64, "standard"
-    with torch.device("meta"):
-        return spec.model_cls(args)
+        spec = get_train_spec(name)
+        args = copy.copy(spec.model_args[flavor])  # the registered object serves other tests
+        args.n_layers, args.vocab_size, args.moe_impl = 4, 64, "standard"
+        with torch.device("meta"):
+            return spec.model_cls(args)
 
 
 def build_flux() -> nn.Module:
     """Builds a small flux from its own module code, without the packages that its data and encoders need."""
-    _import_torchtitan()
     pytest.importorskip("einops", reason="flux's layers need einops")
-    package = "torchtitan.models.flux"
-    folder = Path(_find("torchtitan")) / "models" / "flux"
-    stubs = {package: ModuleType(package), f"{package}.model.args": ModuleType(f"{package}.model.args")}
-    stubs[package].__path__ = [str(folder)]
-    stubs[f"{package}.model.args"].FluxModelArgs = SimpleNamespace
-    before = set(sys.modules)
-    sys.modules.update(stubs)
-    try:
-        from torchtitan.models.flux.model.model import FluxModel
-    finally:
-        for module in [m for m in sys.modules if m.startswith(package) and m not in before]:
-            del sys.modules[module]
+    package, args_module = "torchtitan.models.flux", "torchtitan.models.flux.model.args"
+    stubs = {package: ModuleType(package), args_module: ModuleType(args_module)}
+    stubs[package].__path__ = [str(_find("torchtitan") / "models" / "flux")]
+    stubs[args_module].FluxModelArgs = SimpleNamespace
     sizes = {"vec_in_dim": 6, "context_in_dim": 10, "hidden_size": 16, "axes_dim": (2, 2, 4), "num_heads": 2}
-    channels = {"in_channels": 4, "out_channels": 4}
-    with torch.device("meta"):
-        return FluxModel(
-            SimpleNamespace(
-                **sizes, **channels, mlp_ratio=4.0, depth=2, depth_single_blocks=2, theta=100, qkv_bias=True
-            )
-        )
+    depths = {"in_channels": 4, "out_channels": 4, "depth": 2, "depth_single_blocks": 2}
+    with _torchtitan(), mock.patch.dict(sys.modules, stubs), torch.device("meta"):
+        from torchtitan.models.flux.model.model import FluxModel
+
+        return FluxModel(SimpleNamespace(**sizes, **depths, mlp_ratio=4.0, theta=100, qkv_bias=True))
 
 
-def _find(package: str) -> str:
+def _find(package: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"{package} is not installed")
-    return spec.submodule_search_locations[0]
+    return Path(spec.submodule_search_locations[0])
 
 
-def _import_torchtitan() -> None:
-    """Imports torchtitan on a machine without triton: only the module with the kernels sees a stand-in for it."""
-    name = "torchtitan.models.moe.kernels"
+@contextmanager
+def _torchtitan() -> Iterator[None]:
+    """Makes torchtitan importable without triton, for this block alone.
+
+    Only the module with the kernels sees a stand-in for triton. A torchtitan that was imported here took the device
+    type of a machine with an accelerator, so nothing of it may stay for tests that train.
+    """
     if "torchtitan" in sys.modules or importlib.util.find_spec("triton") is not None:
+        yield
         return
-    spec = importlib.util.spec_from_file_location(name, Path(_find("torchtitan")) / "models" / "moe" / "kernels.py")
+    name = "torchtitan.models.moe.kernels"
+    spec = importlib.util.spec_from_file_location(name, _find("torchtitan") / "models" / "moe" / "kernels.py")
     kernels = importlib.util.module_from_spec(spec)
     triton, language = ModuleType("triton"), ModuleType("triton.language")
     triton.jit, triton.language, language.constexpr = (lambda function: function), language, object
-    sys.modules.update({"triton": triton, "triton.language": language})
-    try:
+    with mock.patch.dict(sys.modules, {"triton": triton, "triton.language": language}):
         spec.loader.exec_module(kernels)
-    finally:
-        del sys.modules["triton"], sys.modules["triton.language"]
     sys.modules[name] = kernels
+    try:
+        yield
+    finally:
+        for module in [module for module in sys.modules if module.partition(".")[0] == "torchtitan"]:
+            del sys.modules[module]
