@@ -1,6 +1,9 @@
 """What a step costs: Newton-Schulz flops, bytes on the wire, and the time that a device needs for them."""
 
 from dataclasses import dataclass
+from functools import cache
+
+import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +40,14 @@ def default_profile(device_type: str) -> DeviceProfile:
 def newton_schulz_flops(short: int, long: float, num_steps: int) -> float:
     """Returns `k (4 m^2 n + 2 m^3)`: two Gram-sized products with `X` and one square, two flops a multiply-add."""
     return num_steps * (4.0 * short * short * long + 2.0 * short**3)
+
+
+@cache
+def matmul_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which a device multiplies matrices that travel in `dtype`.
+
+    A CPU without 512-bit vectors has no bf16 kernels: torch emulates them, 9 to 65 times slower than fp32 (512 x 512,
+    torch 2.13). There the products run in fp32, on the same bf16 values.
+    """
+    emulated = device_type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX", "AVX2")
+    return torch.float32 if emulated and dtype is torch.bfloat16 else dtype

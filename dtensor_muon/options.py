@@ -16,8 +16,8 @@ MUON, ADAMW = "muon", "adamw"
 TP_MODES = ("auto", "owner", "duplicated", "distributed", "blockwise")
 MATMUL_PRECISIONS = ("medium", "high", "highest")
 
-_ADAMW_OPTIONS = {"lr", "weight_decay", "betas", "eps"}
-_ADAMW_ONLY = {"betas", "eps"}
+ADAMW_OPTIONS = frozenset({"lr", "weight_decay", "betas", "eps"})
+ADAMW_ONLY_OPTIONS = frozenset({"betas", "eps"})
 # keys that are no options: torch's own, and those that learning rate schedulers leave in a group
 _OTHER_KEYS = {
     "params",
@@ -184,6 +184,6 @@ def _choice(group: Mapping[str, Any], key: str, choices: Sequence[object], where
 
 def _warn_about_ignored(group: Mapping[str, Any], defaults: Mapping[str, Any], optimizer: str, where: str) -> None:
     for key in sorted(set(group) & set(defaults) - {"optimizer"}):
-        ignored = key in _ADAMW_ONLY if optimizer == MUON else key not in _ADAMW_OPTIONS
+        ignored = key in ADAMW_ONLY_OPTIONS if optimizer == MUON else key not in ADAMW_OPTIONS
         if ignored and group[key] is not defaults[key] and group[key] != defaults[key]:
             warnings.warn(f"{where}: {key}={group[key]!r} is ignored by optimizer={optimizer!r}", stacklevel=5)

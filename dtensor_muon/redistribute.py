@@ -87,7 +87,7 @@ class BucketMover:
     def _reduce(self, value: Tensor, op: str) -> Tensor:
         for axis, target in self.plan.moves():
             if target is Target.LONG:
-                value = _redistribute(value, self._mesh, axis.axis, Partial(op), Replicate(), value.shape)
+                value = _redistribute(value, self._mesh, axis.axis, Partial(op), Replicate())
         return value
 
     @property
@@ -99,10 +99,10 @@ class BucketMover:
     def _stack(self, shards: Sequence[Tensor]) -> Tensor:
         """Returns `[slots, local rows, local cols]`."""
         if not self.plan.stack_axes:
-            return torch.stack(list(shards)).flatten(0, -3)
+            return _matrices(torch.stack(list(shards)))
         pieces: list[Tensor] = []
         for shard in shards:
-            matrices = shard.reshape(-1, *shard.shape[-2:]) if shard.ndim != 3 else shard
+            matrices = _matrices(shard)
             if self.plan.layout.num_matrices > 1:
                 matrices = _pad(matrices, 0, self._num_kept)
             pieces.extend(matrices.unbind(0))
@@ -113,7 +113,7 @@ class BucketMover:
 
     def _unstack(self, updates: Tensor, shards: Sequence[Tensor]) -> list[Tensor]:
         if not self.plan.stack_axes:
-            return list(updates.unflatten(0, (len(shards), -1)).unbind(0)) if shards[0].ndim > 2 else list(updates)
+            return list(updates.unflatten(0, (len(shards), *shards[0].shape[:-2])).unbind(0))
         pieces = [updates[slot] for slot in self._slots]
         result: list[Tensor] = []
         for index, shard in enumerate(shards):
@@ -121,9 +121,8 @@ class BucketMover:
             if shard.ndim == 2:
                 result.append(mine[0])
             else:
-                matrices = torch.stack(mine)
-                num_local = shard.reshape(-1, *shard.shape[-2:]).shape[0] if shard.ndim != 3 else shard.shape[0]
-                result.append(matrices.narrow(0, 0, num_local).reshape(shard.shape))
+                num_local = _matrices(shard).shape[0]
+                result.append(torch.stack(mine).narrow(0, 0, num_local).reshape(shard.shape))
         return result
 
     def _move(self, x: Tensor, axis: ShardedAxis, target: Target) -> tuple[Tensor, _Undo]:
@@ -137,14 +136,14 @@ class BucketMover:
         if matrix_dim is None:
             if destination is None:
                 return x, _same
-            shape = x.shape
-            moved = _redistribute(x, self._mesh, axis.axis, Replicate(), Shard(destination), shape)
-            return moved, lambda y: _redistribute(y, self._mesh, axis.axis, Shard(destination), Replicate(), shape)
+            size = x.shape[destination]
+            moved = _slice(x, self._mesh, axis, destination)
+            return moved, lambda y: _gather(y, self._mesh, axis, destination, size)
         source, size = 1 + matrix_dim, self._sizes[axis.axis]
         if destination is None:
-            whole = _with(x.shape, source, size)
-            moved = _redistribute(x, self._mesh, axis.axis, Shard(source), Replicate(), whole)
-            return moved, lambda y: _redistribute(y, self._mesh, axis.axis, Replicate(), Shard(source), whole)
+            mine = x.shape[source]
+            moved = _gather(_pad(x, source, -(-size // axis.size)), self._mesh, axis, source, size)
+            return moved, lambda y: _slice(y, self._mesh, axis, source).narrow(source, 0, mine)
         if source == destination:
             return x, _same
         return _all_to_all(x, self._mesh, axis, source, destination, size)
@@ -175,21 +174,39 @@ def gather_texts(mesh: DeviceMesh, text: str) -> list[str]:
 def _reduce_over_mesh(value: Tensor, mesh: DeviceMesh) -> Tensor:
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
-            value = _redistribute(value, mesh, axis, Partial("max"), Replicate(), value.shape)
+            value = _redistribute(value, mesh, axis, Partial("max"), Replicate())
     return value
 
 
-def _redistribute(
-    x: Tensor, mesh: DeviceMesh, axis: int, source: Placement, destination: Placement, shape: Sequence[int]
-) -> Tensor:
-    """`DTensor.redistribute` along one mesh axis; `shape` is that of the whole tensor. See [Note: axis views]."""
+def _slice(x: Tensor, mesh: DeviceMesh, axis: ShardedAxis, dim: int) -> Tensor:
+    """`Replicate -> Shard(dim)` along one axis; the dim is padded to a multiple of the ranks first."""
+    chunk = -(-x.shape[dim] // axis.size)
+    pieces = _pad(x, dim, chunk * axis.size).unflatten(dim, (axis.size, chunk)).movedim(dim, 0)
+    return _redistribute(pieces, mesh, axis.axis, Replicate(), Shard(0)).squeeze(0)
+
+
+def _gather(x: Tensor, mesh: DeviceMesh, axis: ShardedAxis, dim: int, size: int) -> Tensor:
+    """`Shard(dim) -> Replicate` along one axis, from equal pieces; the result keeps `size` elements of the dim."""
+    pieces = _redistribute(x.unsqueeze(0), mesh, axis.axis, Shard(0), Replicate())
+    return pieces.movedim(0, dim).contiguous().flatten(dim, dim + 1).narrow(dim, 0, size)
+
+
+def _redistribute(x: Tensor, mesh: DeviceMesh, axis: int, source: Placement, destination: Placement) -> Tensor:
+    """`DTensor.redistribute` along one mesh axis, of dim 0 in equal pieces or of partial values.
+
+    See [Note: axis views]. The sizes of the other dims may differ between the ranks of other axes; DTensor does not
+    look at them, so the view gives them as 1.
+    """
+    shape = [1] * x.ndim
+    if x.ndim:
+        shape[0] = x.shape[0] * mesh.size(axis) if source.is_shard() else x.shape[0]
     view = DTensor.from_local(
         x.contiguous(),
         mesh,
         _on_axis(mesh, axis, source),
         run_check=False,
         shape=torch.Size(shape),
-        stride=torch.empty(tuple(shape), device="meta").stride(),
+        stride=(1,) * x.ndim,
     )
     return view.redistribute(placements=_on_axis(mesh, axis, destination)).to_local()
 
@@ -216,7 +233,7 @@ def _all_to_all(
     group = _group_or_group_name(mesh.get_group(axis.axis))
     mine, whole = x.shape[source], x.shape[destination]
     chunk = -(-size // axis.size)
-    even = int_or_symbol(-(-whole // axis.size)) * axis.size
+    even = -(-whole // axis.size) * axis.size
 
     def exchange(tensor: Tensor, gather: int, scatter: int) -> Tensor:
         moved: Tensor = torch.ops._dtensor.shard_dim_alltoall(tensor.contiguous(), gather, scatter, group)
@@ -252,11 +269,10 @@ def _num_owned(plan: BucketPlan) -> int | None:
     return int_or_symbol((count + owners - 1 - place) // owners)
 
 
-def _with(shape: Sequence[int], dim: int, size: int) -> list[int]:
-    changed = list(shape)
-    changed[dim] = size
-    return changed
-
-
 def _same(x: Tensor) -> Tensor:
     return x
+
+
+def _matrices(x: Tensor) -> Tensor:
+    """Views a matrix or a stack of matrices as `[n, rows, cols]`."""
+    return x.unsqueeze(0) if x.ndim == 2 else x.flatten(0, -3)
