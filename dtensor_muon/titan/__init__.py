@@ -1,11 +1,10 @@
 """Muon in torchtitan 0.2.2: ``[job] custom_config_module = "dtensor_muon.titan"``, ``[optimizer] name = "Muon"``.
 
 torchtitan's configuration manager imports this module while it parses a job. The import registers every built-in
-model with a builder that knows Muon, and :class:`JobConfig` adds Muon's options to the ``[optimizer]`` section.
+model with a builder that knows Muon, and ``JobConfig`` adds Muon's options to the ``[optimizer]`` section.
 """
 
-# torchtitan evaluates the annotations below when it merges configurations: they must not become strings.
-from dataclasses import dataclass, field, make_dataclass
+import dataclasses
 
 from dtensor_muon.titan.cpu import prepare_import
 
@@ -18,13 +17,10 @@ __all__ = ["TRAIN_SPECS", "JobConfig"]
 
 TRAIN_SPECS = register_all()
 
-
-@dataclass
-class JobConfig:
-    """What this package adds to torchtitan's configuration."""
-
-    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
-
+# Generated, because torchtitan merges annotations that are types, and drops the methods of hand-written classes.
+JobConfig = dataclasses.make_dataclass(
+    "JobConfig", [("optimizer", OptimizerSection, dataclasses.field(default_factory=OptimizerSection))]
+)
 
 if "flux" in TRAIN_SPECS:
     from torchtitan.config import ConfigManager

@@ -80,11 +80,11 @@ def prepare_import() -> None:
     sys.modules[KERNELS_MODULE] = _load_kernels()
     device_module = CpuDeviceModule("dtensor_muon_cpu_device")
     with (
-        mock.patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"),
-        mock.patch.object(torch._utils, "_get_device_module", lambda device_type: device_module),
+        mock.patch.object(torch._utils, "_get_available_device_type", return_value="cpu"),
+        mock.patch.object(torch._utils, "_get_device_module", return_value=device_module),
     ):
         import torchtitan.tools.utils  # noqa: F401
-    torch.histc = _integer_histc(torch.histc)  # type: ignore[assignment]
+    torch.histc = _integer_histc(torch.histc)
     from torchtitan.models.attention import FlexAttentionWrapper
 
     FlexAttentionWrapper._compiled_flex_attn = dense_flex_attention
@@ -214,19 +214,19 @@ def _reject_unsupported(job_config: Any) -> None:
 # [Note: equal weights on every layout]
 # On an accelerator DTensor offsets the random stream by each shard's place in the global tensor. On a CPU mesh it does
 # not: every rank draws the same numbers for its shard, so a sharded matrix starts as copies of one block, with a
-# fraction of its rank. The cure is the seed checkpoint without the file: every rank initializes the whole model from the
-# job's seed and keeps its own part of each tensor. It costs a whole model in memory, once, on machines whose models
-# are small.
+# fraction of its rank. The cure is the seed checkpoint without the file: every rank initializes the whole model from
+# the job's seed and keeps its own part of each tensor. It costs a whole model in memory, once, on machines whose
+# models are small.
 
 
 def _initialize_from_full_model(model: nn.Module, spec: Any, job_config: Any) -> None:
     """Replace ``model.init_weights`` by one that gives the same weights on every layout."""
-    init_weights = model.init_weights
+    init_weights: Callable[..., None] = model.init_weights  # type: ignore[assignment]
 
     def init_weights_of_whole_model(buffer_device: torch.device | None = None) -> None:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-        init_weights(buffer_device=buffer_device)
+        init_weights(buffer_device=buffer_device)  # for the buffers
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_common_seed(job_config.debug.seed))
             whole = _build_whole_model(spec, job_config)

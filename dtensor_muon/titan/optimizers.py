@@ -34,7 +34,7 @@ class MuonOptimizersContainer(OptimizersContainer):
         for part in model_parts:
             groups = build_param_groups(part, overrides=spec.default_overrides, **options)
             logger.info(f"Muon's parameter groups:\n{describe_param_groups(groups)}")
-            self.optimizers.append(spec.cls(groups))
+            self.optimizers.append(spec.cls(groups))  # type: ignore[call-arg]  # as registered: the groups come first
             # torchtitan loads a checkpoint into state that exists
             spec.init_state(self.optimizers[-1])
         self._validate_length(len(model_parts))

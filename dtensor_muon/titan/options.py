@@ -57,7 +57,9 @@ def _positive_int(value: Any) -> int:
 
 def _choice(choices: Mapping[str, Any]) -> Option:
     allowed = "one of " + ", ".join(f'"{name}"' for name in choices)
-    return Option(str, allowed, lambda value: choices[value] if isinstance(value, str) and value in choices else _fail())
+    return Option(
+        str, allowed, lambda value: choices[value] if isinstance(value, str) and value in choices else _fail()
+    )
 
 
 def _names(*names: str) -> dict[str, str]:
@@ -74,8 +76,11 @@ def _split_shapes(value: Any) -> tuple[int, ...]:
 
 
 def _triples(value: Any) -> tuple[tuple[float, float, float], ...]:
-    triples = tuple(tuple(_ANY_NUMBER(number) for number in triple) for triple in value)
-    return triples if triples and all(len(triple) == 3 for triple in triples) else _fail()
+    triples = []
+    for triple in value:
+        a, b, c = (_ANY_NUMBER(number) for number in triple)
+        triples.append((a, b, c))
+    return tuple(triples) if triples else _fail()
 
 
 def _function(value: Any) -> Callable[..., Any]:
@@ -169,5 +174,5 @@ def _parse(key: str, value: Any, option: Option) -> Any:
         return None
     try:
         return option.parse(value)
-    except (ValueError, TypeError, ImportError, AttributeError) as error:
+    except (LookupError, ValueError, TypeError, ImportError, AttributeError) as error:
         raise ValueError(f"[optimizer] {key} = {value!r} is not valid; allowed: {option.allowed}") from error
