@@ -1,10 +1,9 @@
 """Small models on the meta device: torchtitan's own module code, and look-alikes built from tables of names."""
 
 import copy
+import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -63,14 +62,12 @@ def _child(parent: nn.Module, name: str, class_name: str) -> nn.Module:
 
 def build_titan_model(name: str, flavor: str = "debugmodel") -> nn.Module:
     """Builds a debug flavor of a torchtitan model, its blocks cut to four, on meta."""
-    with _torchtitan():
-        from torchtitan.protocols.train_spec import get_train_spec
-
-        spec = get_train_spec(name)
-        args = copy.copy(spec.model_args[flavor])  # the registered object serves other tests
-        args.n_layers, args.vocab_size, args.moe_impl = 4, 64, "standard"
-        with torch.device("meta"):
-            return spec.model_cls(args)
+    titan = pytest.importorskip("dtensor_muon.titan", reason="torchtitan is not installed")
+    spec = titan.TRAIN_SPECS[name]
+    args = copy.copy(spec.model_args[flavor])  # the registered object serves other tests
+    args.n_layers, args.vocab_size, args.moe_impl = 4, 64, "standard"
+    with torch.device("meta"):
+        return spec.model_cls(args)
 
 
 def build_flux() -> nn.Module:
@@ -82,7 +79,8 @@ def build_flux() -> nn.Module:
     stubs[args_module].FluxModelArgs = SimpleNamespace
     sizes = {"vec_in_dim": 6, "context_in_dim": 10, "hidden_size": 16, "axes_dim": (2, 2, 4), "num_heads": 2}
     depths = {"in_channels": 4, "out_channels": 4, "depth": 2, "depth_single_blocks": 2}
-    with _torchtitan(), mock.patch.dict(sys.modules, stubs), torch.device("meta"):
+    importlib.import_module("dtensor_muon.titan")  # makes torchtitan importable on any machine
+    with mock.patch.dict(sys.modules, stubs), torch.device("meta"):
         from torchtitan.models.flux.model.model import FluxModel
 
         return FluxModel(SimpleNamespace(**sizes, **depths, mlp_ratio=4.0, theta=100, qkv_bias=True))
@@ -93,28 +91,3 @@ def _find(package: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"{package} is not installed")
     return Path(spec.submodule_search_locations[0])
-
-
-@contextmanager
-def _torchtitan() -> Iterator[None]:
-    """Makes torchtitan importable without triton, for this block alone.
-
-    Only the module with the kernels sees a stand-in for triton. A torchtitan that was imported here took the device
-    type of a machine with an accelerator, so nothing of it may stay for tests that train.
-    """
-    if "torchtitan" in sys.modules or importlib.util.find_spec("triton") is not None:
-        yield
-        return
-    name = "torchtitan.models.moe.kernels"
-    spec = importlib.util.spec_from_file_location(name, _find("torchtitan") / "models" / "moe" / "kernels.py")
-    kernels = importlib.util.module_from_spec(spec)
-    triton, language = ModuleType("triton"), ModuleType("triton.language")
-    triton.jit, triton.language, language.constexpr = (lambda function: function), language, object
-    with mock.patch.dict(sys.modules, {"triton": triton, "triton.language": language}):
-        spec.loader.exec_module(kernels)
-    sys.modules[name] = kernels
-    try:
-        yield
-    finally:
-        for module in [module for module in sys.modules if module.partition(".")[0] == "torchtitan"]:
-            del sys.modules[module]
