@@ -5,13 +5,21 @@ from dtensor_muon.functional import get_muon_scale_factor
 from dtensor_muon.layout import ParamLayout, infer_layout
 from dtensor_muon.newton_schulz import newton_schulz
 from dtensor_muon.optimizer import Muon
+from dtensor_muon.param_groups import ParamOverride, build_param_groups, describe_param_groups
+from dtensor_muon.registry import OptimizerSpec, get_optimizer, register_optimizer
 
 __all__ = [
     "Muon",
+    "OptimizerSpec",
     "ParamLayout",
+    "ParamOverride",
+    "build_param_groups",
+    "describe_param_groups",
     "get_muon_scale_factor",
+    "get_optimizer",
     "get_supported_coefficient_types",
     "infer_layout",
     "newton_schulz",
+    "register_optimizer",
     "validate_coefficient_type",
 ]
