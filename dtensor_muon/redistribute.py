@@ -76,18 +76,32 @@ class BucketMover:
 
         return Computed(owned, to_storage)
 
-    def reduce_gram(self, gram: Tensor) -> Tensor:
+    def reduce_sum(self, value: Tensor) -> Tensor:
         """Sums a tensor over the axes on which the matrices stay sharded."""
-        return self._reduce(gram, "sum")
+        return self._reduce(value, Partial("sum"), Replicate())
 
     def reduce_max(self, value: Tensor) -> Tensor:
         """Takes the maximum over the axes on which the matrices stay sharded."""
-        return self._reduce(value, "max")
+        return self._reduce(value, Partial("max"), Replicate())
 
-    def _reduce(self, value: Tensor, op: str) -> Tensor:
-        for axis, target in self.plan.moves():
-            if target is Target.LONG:
-                value = _redistribute(value, self._mesh, axis.axis, Partial(op), Replicate())
+    def scatter_sum(self, value: Tensor) -> Tensor:
+        """Sums `[n, ...]` over these axes; each rank receives its share of the first dim, padded to equal shares."""
+        return self._reduce(_pad(value, 0, self._shared_slots), Partial("sum"), Shard(0))
+
+    def gather_shared(self, value: Tensor, count: int) -> Tensor:
+        """Gathers the shares of `scatter_sum` and returns the first `count` elements."""
+        for axis in reversed(self.plan.long_axes):
+            value = _gather(value, self._mesh, axis, 0, value.shape[0] * axis.size)
+        return value.narrow(0, 0, count)
+
+    @property
+    def _shared_slots(self) -> int:
+        ranks = self.plan.num_pieces
+        return -(-self.plan.matrices_per_owner // ranks) * ranks
+
+    def _reduce(self, value: Tensor, source: Placement, destination: Placement) -> Tensor:
+        for axis in self.plan.long_axes:
+            value = _redistribute(value, self._mesh, axis.axis, source, destination)
         return value
 
     @property

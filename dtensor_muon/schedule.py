@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from dtensor_muon.cost import matmul_dtype
 from dtensor_muon.distributed_ns import orthogonalize_sharded
 from dtensor_muon.functional import apply_updates, get_muon_scale_factor, muon_inputs
 from dtensor_muon.layout import local_tensor
@@ -91,19 +90,16 @@ def _compute(bucket: Bucket, computed: Computed) -> Tensor:
     precision: AbstractContextManager[None] = nullcontext()
     if options.fp32_matmul_prec != "medium":
         precision = matmul_precision(options.fp32_matmul_prec)
-    matrices = computed.matrices.to(matmul_dtype(computed.matrices.device.type, plan.compute_dtype))
     with precision:
         if Target.LONG not in plan.targets:
-            updates = orthogonalize(matrices, options.coefficients)
-        else:
-            updates = orthogonalize_sharded(
-                matrices,
-                options.coefficients,
-                long_dim=long_dim_of(plan.layout),
-                reduce_sum=bucket.mover.reduce_gram,
-                reduce_max=bucket.mover.reduce_max,
-            )
-    return updates.to(plan.compute_dtype)
+            return orthogonalize(computed.matrices, options.coefficients, iteration=plan.iteration)
+        return orthogonalize_sharded(
+            computed.matrices,
+            options.coefficients,
+            bucket.mover,
+            iteration=plan.iteration,
+            long_dim=long_dim_of(plan.layout),
+        )
 
 
 def _apply(bucket: Bucket, gradients: Mapping[Tensor, Tensor], shards: Sequence[Tensor], block: Sequence[int]) -> None:
