@@ -10,6 +10,7 @@ from dtensor_muon.coefficients import CoefficientTriple
 from dtensor_muon.cost import DeviceProfile
 from dtensor_muon.explain import explain
 from dtensor_muon.functional import adamw_update
+from dtensor_muon.lane import Lane, make_lane
 from dtensor_muon.layout import describe_tensor, infer_layout, local_tensor, mesh_of
 from dtensor_muon.options import (
     ADAMW,
@@ -119,6 +120,7 @@ class Muon(torch.optim.Optimizer):
         self._settings = PlanSettings(device_profile, max_bucket_bytes)
         self._buckets: tuple[Bucket, ...] | None = None
         self._signature: object = None
+        self._lane: Lane | None = None
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -168,7 +170,7 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         buckets = self._planned_buckets()
         gradients = self._gradients()
-        run(buckets, gradients, self._momentum)
+        run(buckets, gradients, self._momentum, self._lane)
         for group in self.param_groups:
             if group["optimizer"] == ADAMW:
                 self._step_adamw(group, gradients)
@@ -236,6 +238,8 @@ class Muon(torch.optim.Optimizer):
         ]
         if self._buckets is None or signature != self._signature:
             self._buckets, self._signature = self._plan(), signature
+            device = next((param.device for group in groups for param in group["params"]), torch.device("cpu"))
+            self._lane = make_lane(device)
         return self._buckets
 
     def explain(self) -> str:

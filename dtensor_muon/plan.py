@@ -13,10 +13,9 @@ the cheapest choice of all. Replicating axes come first, so that the slice shrin
 sharded ones in the reverse of their order of application (see [Note: order of sharding] in `layout`).
 
 [Note: slots]
-`n` matrices on the `P` owners of the STACK axes become a stack of `P * ceil(n / P)` slots, owner `j` has the slots from
-`j * ceil(n / P)`. The real matrices come first in each owner's slots, so that it computes a prefix. The owners that get
-one more than the others start at `first_owner` and go round; it is chosen so that remainders of different buckets
-land on different ranks.
+The stack of a bucket has the same number of slots for each owner of the STACK axes, one owner's after another's. The
+real matrices come first in an owner's slots, so that it computes a prefix; the rest is padding that only travels.
+Owners may get different counts, so that remainders and large matrices of other buckets even out over a step.
 """
 
 import math
@@ -91,7 +90,7 @@ class BucketPlan:
         options: How they are orthogonalized.
         price: Of the busiest rank.
         runner_up: The next best choice and its price, as `explain()` shows them; empty when there was no choice.
-        first_owner: See [Note: slots].
+        counts: Matrices of each owner, as runs `(matrices, owners)`; empty when all have the same. See [Note: slots].
     """
 
     members: tuple[int, ...]
@@ -102,7 +101,7 @@ class BucketPlan:
     options: MatrixOptions
     price: Price
     runner_up: str = ""
-    first_owner: int = 0
+    counts: tuple[tuple[int, int], ...] = ()
 
     @property
     def stack_axes(self) -> tuple[ShardedAxis, ...]:
@@ -137,7 +136,7 @@ class BucketPlan:
     @property
     def matrices_per_owner(self) -> int:
         """Slots of one owner."""
-        return -(-self.num_matrices // self.num_owners)
+        return max((count for count, _ in self.counts), default=-(-self.num_matrices // self.num_owners))
 
     def moves(self) -> tuple[tuple[ShardedAxis, Target], ...]:
         """Axes with their targets in the order in which they move."""
@@ -145,10 +144,10 @@ class BucketPlan:
 
     def slots(self) -> list[int]:
         """Returns the slot of each matrix of the stack."""
-        owners, per_owner = self.num_owners, self.matrices_per_owner
-        counts = [
-            (self.num_matrices + owners - 1 - (owner - self.first_owner) % owners) // owners for owner in range(owners)
-        ]
+        per_owner = self.matrices_per_owner
+        if not self.counts:
+            return list(range(self.num_matrices))
+        counts = [count for count, owners in self.counts for _ in range(owners)]
         return [owner * per_owner + place for owner, count in enumerate(counts) for place in range(count)]
 
 
@@ -184,5 +183,5 @@ def describe(plan: BucketPlan, entries: Sequence[MatrixEntry]) -> str:
     names = ", ".join(entries[member].name for member in plan.members)
     return (
         f"{layout.shape} {layout.placements} [{targets}] {plan.iteration} {plan.compute_dtype} {plan.options} "
-        f"first owner {plan.first_owner}: {names}"
+        f"counts {plan.counts}: {names}"
     )

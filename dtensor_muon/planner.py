@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from dtensor_muon.balance import balance
 from dtensor_muon.cost import DeviceProfile, default_profile, sharded_flops
 from dtensor_muon.gram import choose_iteration
 from dtensor_muon.layout import ParamLayout, ShardedAxis
@@ -68,7 +69,7 @@ def build(entries: Sequence[MatrixEntry], settings: PlanSettings | None = None) 
             grouped.setdefault(key, []).append(index)
     plans = [plan for members in grouped.values() for plan in _plan_buckets(entries, members, settings)]
     plans.sort(key=lambda plan: -plan.price.flops / plan.matrices_per_owner)
-    return tuple(_balance(plans))
+    return tuple(balance(plans))
 
 
 def mode_name(plan: BucketPlan) -> str:
@@ -259,37 +260,3 @@ def _block_shape(layout: ParamLayout, targets: Sequence[Target]) -> tuple[int, i
         if target is Target.KEEP and dim is not None:
             shape[dim] = -(-shape[dim] // axis.size)
     return min(shape), max(shape)
-
-
-def _balance(plans: Sequence[BucketPlan]) -> Iterator[BucketPlan]:
-    """Chooses `first_owner` bucket by bucket: the owners with one matrix more are those with the least work so far."""
-    loads: dict[int, float] = {}
-    for plan in plans:
-        extra, owners = plan.num_matrices % plan.num_owners, plan.num_owners
-        if plan.layout.mesh is None or not extra:
-            yield plan
-            continue
-        ranks = _owner_ranks(plan)
-        load = [sum(loads.get(rank, 0.0) for rank in group) for group in ranks]
-        window = sum(load[:extra])
-        best, first = window, 0
-        for start in range(1, owners):
-            window += load[(start + extra - 1) % owners] - load[start - 1]
-            if window < best:
-                best, first = window, start
-        per_matrix = plan.price.flops / plan.matrices_per_owner
-        for place in range(extra):
-            for rank in ranks[(first + place) % owners]:
-                loads[rank] = loads.get(rank, 0.0) + per_matrix
-        yield replace(plan, first_owner=first)
-
-
-def _owner_ranks(plan: BucketPlan) -> list[list[int]]:
-    """Returns the global ranks that stand behind each owner."""
-    if plan.layout.mesh is None:
-        raise AssertionError("a bucket without a mesh has no owners")
-    ranks = plan.layout.mesh.mesh
-    stack = [axis.axis for axis in plan.stack_axes]
-    others = [axis for axis in range(ranks.ndim) if axis not in stack]
-    flat: list[list[int]] = ranks.permute(*stack, *others).reshape(plan.num_owners, -1).tolist()
-    return flat

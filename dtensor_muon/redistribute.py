@@ -273,14 +273,18 @@ def _pad(x: Tensor, dim: int, size: int) -> Tensor:
 
 def _num_owned(plan: BucketPlan) -> int | None:
     """Returns how many of its slots this rank computes, None for all; see [Note: slots] in `plan`."""
-    owners, count = plan.num_owners, plan.num_matrices
-    if plan.layout.mesh is None or count % owners == 0:
+    if plan.layout.mesh is None or not plan.counts:
         return None
     owner: int = 0
     for axis in plan.stack_axes:
         owner = owner * axis.size + plan.layout.mesh.get_local_rank(axis.axis)
-    place = (owner - plan.first_owner + owners) % owners
-    return int_or_symbol((count + owners - 1 - place) // owners)
+    # a sum of steps rather than a look-up: the rank is symbolic on simulated meshes
+    mine, first, previous = 0, 0, 0
+    for count, owners in plan.counts:
+        reached = torch.sym_min(1, torch.sym_max(0, owner - first + 1))
+        mine = mine + (count - previous) * reached
+        first, previous = first + owners, count
+    return int_or_symbol(mine)
 
 
 def _same(x: Tensor) -> Tensor:

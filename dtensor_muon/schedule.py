@@ -11,6 +11,7 @@ from torch.profiler import record_function
 
 from dtensor_muon.distributed_ns import orthogonalize_sharded
 from dtensor_muon.functional import apply_updates, get_muon_scale_factor, muon_inputs
+from dtensor_muon.lane import Lane
 from dtensor_muon.layout import local_tensor
 from dtensor_muon.newton_schulz import matmul_precision, orthogonalize
 from dtensor_muon.plan import BucketPlan, Target, long_dim_of
@@ -34,28 +35,52 @@ class Bucket:
     segments: tuple[Segment, ...]
 
 
-def run(buckets: Sequence[Bucket], gradients: Mapping[Tensor, Tensor], momentum_of: Callable[[Tensor], Tensor]) -> None:
+def run(
+    buckets: Sequence[Bucket],
+    gradients: Mapping[Tensor, Tensor],
+    momentum_of: Callable[[Tensor], Tensor],
+    lane: Lane | None,
+) -> None:
     """Updates the parameters of all buckets.
 
     Args:
         buckets: In the same order on every rank.
         gradients: Local gradient of each parameter that takes part; the same parameters on every rank.
         momentum_of: Returns a parameter's local momentum buffer.
+        lane: Where a bucket moves while the one before it computes; None works on one bucket after the other.
     """
+    pending: tuple[Bucket, Computed] | None = None
     for bucket in buckets:
         if not any(param in gradients for segment in bucket.segments for param in segment.params):
             continue
         with record_function("Muon::prepare"):
             inputs = _prepare(bucket, gradients, momentum_of)
         with record_function("Muon::to_compute"):
-            computed = bucket.mover.to_compute(inputs)
+            if lane is None:
+                computed = bucket.mover.to_compute(inputs)
+            else:
+                with lane.beside(inputs):
+                    computed = bucket.mover.to_compute(inputs)
         del inputs
-        with record_function("Muon::compute"):
-            updates = _compute(bucket, computed)
-        with record_function("Muon::to_storage"):
-            shards = computed.to_storage(updates)
-        with record_function("Muon::apply"):
-            _apply(bucket, gradients, shards, updates.shape[-2:])
+        if lane is None:
+            _finish(bucket, computed, gradients)
+            continue
+        if pending is not None:
+            _finish(*pending, gradients, lane)
+        pending = bucket, computed
+    if pending is not None:
+        _finish(*pending, gradients, lane)
+
+
+def _finish(bucket: Bucket, computed: Computed, gradients: Mapping[Tensor, Tensor], lane: Lane | None = None) -> None:
+    if lane is not None:
+        lane.join(computed.matrices)
+    with record_function("Muon::compute"):
+        updates = _compute(bucket, computed)
+    with record_function("Muon::to_storage"):
+        shards = computed.to_storage(updates)
+    with record_function("Muon::apply"):
+        _apply(bucket, gradients, shards, updates.shape[-2:])
 
 
 def _prepare(
