@@ -26,6 +26,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 KERNELS_MODULE = "torchtitan.models.moe.kernels"
 
@@ -190,9 +192,9 @@ def cure_train_spec(spec: Any) -> Any:
         _reject_unsupported(job_config)
         model = parallelize_fn(model, parallel_dims, job_config)
         for module in model.modules():
-            if isinstance(module, dist.fsdp.FSDPModule):
+            if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
-        _initialize_from_full_model(model, spec, job_config)
+        _initialize_from_whole_model(model, spec, job_config)
         return model
 
     return dataclasses.replace(spec, parallelize_fn=parallelize)
@@ -219,24 +221,48 @@ def _reject_unsupported(job_config: Any) -> None:
 # models are small.
 
 
-def _initialize_from_full_model(model: nn.Module, spec: Any, job_config: Any) -> None:
+def _initialize_from_whole_model(model: nn.Module, spec: Any, job_config: Any) -> None:
     """Replace ``model.init_weights`` by one that gives the same weights on every layout."""
     init_weights: Callable[..., None] = model.init_weights  # type: ignore[assignment]
 
-    def init_weights_of_whole_model(buffer_device: torch.device | None = None) -> None:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
+    def init_weights_from_whole_model(buffer_device: torch.device | None = None) -> None:
         init_weights(buffer_device=buffer_device)  # for the buffers
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_common_seed(job_config.debug.seed))
-            whole = _build_whole_model(spec, job_config)
-        set_model_state_dict(
-            model,
-            {name: param.detach() for name, param in whole.named_parameters()},
-            options=StateDictOptions(full_state_dict=True, strict=False),
-        )
+            whole = dict(_build_whole_model(spec, job_config).named_parameters())
+        for name, param in model.named_parameters():
+            for wrapper in _WRAPPERS:
+                name = name.replace(wrapper, "")
+            _copy_own_part(whole[name].detach(), param.detach())
 
-    model.init_weights = init_weights_of_whole_model  # type: ignore[assignment]
+    model.init_weights = init_weights_from_whole_model  # type: ignore[assignment]
+
+
+# What activation checkpointing and torch.compile put into parameter names.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def _copy_own_part(whole: torch.Tensor, param: torch.Tensor) -> None:
+    """Copy this rank's part of a whole tensor.
+
+    ``distribute_tensor`` does the same with communication, but refuses uneven shards under FSDP x TP.
+    """
+    if not isinstance(param, DTensor):
+        param.copy_(whole)
+        return
+
+    def order(axis: int) -> tuple[bool, int]:
+        # a strided shard was cut after the axes to its right, see torch's _StridedShard
+        strided = hasattr(param.placements[axis], "split_factor")
+        return strided, -axis if strided else axis
+
+    for axis in sorted(range(param.device_mesh.ndim), key=order):
+        dim = getattr(param.placements[axis], "dim", None)
+        if dim is not None:
+            parts = whole.chunk(param.device_mesh.size(axis), dim)
+            rank = param.device_mesh.get_local_rank(axis)
+            whole = parts[rank] if rank < len(parts) else whole.narrow(dim, 0, 0)
+    param.to_local().copy_(whole)
 
 
 def _build_whole_model(spec: Any, job_config: Any) -> nn.Module:

@@ -113,7 +113,7 @@ OPTIONS: dict[str, Option] = {
         list[tuple[float, float, float]], "a list of triples of finite numbers, as [[a, b, c], ...]", _triples
     ),
     "momentum_dtype": _choice(_DTYPES),
-    "betas": Option(tuple[float, float], "two numbers in [0, 1)", _betas),
+    "betas": Option(list[float], "two numbers in [0, 1)", _betas),
     "eps": _NOT_NEGATIVE,
 }
 
