@@ -1,7 +1,7 @@
 """A side stream on which the next bucket moves while the present one computes."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -11,17 +11,11 @@ from torch import Tensor
 class Lane(Protocol):
     """Where the data of a bucket moves."""
 
-    def beside(self, inputs: Sequence[Tensor]) -> "_Context":
+    def beside(self, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Returns a context in which work runs beside what is enqueued later, after `inputs` are ready."""
 
     def join(self, result: Tensor) -> None:
         """Makes later work wait for what ran beside it and produced `result`."""
-
-
-class _Context(Protocol):
-    def __enter__(self) -> object: ...
-
-    def __exit__(self, *error: object) -> bool | None: ...
 
 
 class StreamLane:
@@ -35,12 +29,12 @@ class StreamLane:
     def beside(self, inputs: Sequence[Tensor]) -> Iterator[None]:
         """See `Lane`."""
         self._stream.wait_stream(torch.accelerator.current_stream())
-        with self._stream:
-            yield
-            self._moved.append(self._stream.record_event())
         for tensor in inputs:
             # the memory must not be reused while the side stream still reads it
             tensor.record_stream(self._stream)
+        with self._stream:
+            yield
+            self._moved.append(self._stream.record_event())
 
     def join(self, result: Tensor) -> None:
         """See `Lane`."""

@@ -11,6 +11,7 @@ On a CPU mesh DTensor replaces the all-to-all of `Shard -> Shard` by an all-gath
 backend, but cuts evenly, so both dims are padded to a multiple of the ranks before it and narrowed after it.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -52,15 +53,17 @@ class BucketMover:
         self._num_owned = _num_owned(plan)
         self._num_kept = kept_matrices(plan.layout)
 
-    def to_compute(self, shards: Sequence[Tensor]) -> Computed:
+    def to_compute(self, shards: list[Tensor]) -> Computed:
         """Brings a bucket into its compute layout.
 
         Args:
-            shards: One per member: the local shard of its Newton-Schulz input, in the compute dtype. Not modified.
+            shards: One per member: the local shard of its Newton-Schulz input, in the compute dtype. The
+                tensors are not modified; the list is emptied, so that their memory is free while the stack moves.
         """
         undo: list[_Undo] = []
         stack = self._stack(shards)
-        undo.append(lambda x: x)
+        shapes = [shard.shape for shard in shards]
+        shards.clear()
         for axis, target in self.plan.moves():
             stack, back = self._move(stack, axis, target)
             undo.append(back)
@@ -72,7 +75,7 @@ class BucketMover:
                 updates = _pad(updates, 0, per_owner)
             for back in reversed(undo):
                 updates = back(updates)
-            return self._unstack(updates, shards)
+            return self._unstack(updates, shapes)
 
         return Computed(owned, to_storage)
 
@@ -125,18 +128,18 @@ class BucketMover:
             slots[slot] = piece
         return torch.stack(slots)
 
-    def _unstack(self, updates: Tensor, shards: Sequence[Tensor]) -> list[Tensor]:
+    def _unstack(self, updates: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
         if not self.plan.stack_axes:
-            return list(updates.unflatten(0, (len(shards), *shards[0].shape[:-2])).unbind(0))
+            return list(updates.unflatten(0, (len(shapes), *shapes[0][:-2])).unbind(0))
         pieces = [updates[slot] for slot in self._slots]
         result: list[Tensor] = []
-        for index, shard in enumerate(shards):
+        for index, shape in enumerate(shapes):
             mine = pieces[index * self._num_kept : (index + 1) * self._num_kept]
-            if shard.ndim == 2:
+            if len(shape) == 2:
                 result.append(mine[0])
             else:
-                num_local = _matrices(shard).shape[0]
-                result.append(torch.stack(mine).narrow(0, 0, num_local).reshape(shard.shape))
+                num_local = math.prod(shape[:-2])
+                result.append(torch.stack(mine).narrow(0, 0, num_local).reshape(shape))
         return result
 
     def _move(self, x: Tensor, axis: ShardedAxis, target: Target) -> tuple[Tensor, _Undo]:
