@@ -1,6 +1,7 @@
 """Muon for DTensor parameters: exact on every FSDP x TP x EP layout, driven by `redistribute` calls."""
 
 from dtensor_muon.coefficients import get_supported_coefficient_types, validate_coefficient_type
+from dtensor_muon.cost import DeviceProfile
 from dtensor_muon.functional import get_muon_scale_factor
 from dtensor_muon.layout import ParamLayout, infer_layout
 from dtensor_muon.newton_schulz import newton_schulz
@@ -9,6 +10,7 @@ from dtensor_muon.param_groups import ParamOverride, build_param_groups, describ
 from dtensor_muon.registry import OptimizerSpec, get_optimizer, register_optimizer
 
 __all__ = [
+    "DeviceProfile",
     "Muon",
     "OptimizerSpec",
     "ParamLayout",

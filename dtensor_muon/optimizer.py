@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from dtensor_muon.coefficients import CoefficientTriple
+from dtensor_muon.cost import DeviceProfile
+from dtensor_muon.explain import explain
 from dtensor_muon.functional import adamw_update
+from dtensor_muon.lane import Lane, make_lane
 from dtensor_muon.layout import describe_tensor, infer_layout, local_tensor, mesh_of
 from dtensor_muon.options import (
     ADAMW,
@@ -18,7 +21,8 @@ from dtensor_muon.options import (
     normalize_group,
     parameter_names,
 )
-from dtensor_muon.plan import MatrixEntry, build
+from dtensor_muon.plan import MatrixEntry
+from dtensor_muon.planner import PlanSettings, build
 from dtensor_muon.preflight import absent_here_only, check_agreement, check_gradient, check_local_shape
 from dtensor_muon.redistribute import BucketMover
 from dtensor_muon.schedule import Bucket, Segment, run
@@ -56,6 +60,9 @@ class Muon(torch.optim.Optimizer):
         momentum_dtype: Of the momentum buffers; None is the parameter's.
         betas: Of AdamW groups.
         eps: Of AdamW groups.
+        device_profile: Rates by which `"auto"` chooses; None takes the preset of the device type.
+        max_bucket_bytes: Bound on a rank's extra memory for one bucket, in bytes. None is 1 GiB, or what one matrix on
+            every rank needs where that is more.
 
     Raises:
         ValueError: A bad argument, group option or parameter.
@@ -84,6 +91,8 @@ class Muon(torch.optim.Optimizer):
         momentum_dtype: torch.dtype | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        device_profile: DeviceProfile | None = None,
+        max_bucket_bytes: int | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -108,13 +117,18 @@ class Muon(torch.optim.Optimizer):
         }
         normalize_group({"params": []}, defaults, 0)
         normalize_group({"params": [], "optimizer": ADAMW}, defaults, 0)
+        self._settings = PlanSettings(device_profile, max_bucket_bytes)
         self._buckets: tuple[Bucket, ...] | None = None
         self._signature: object = None
+        self._lane: Lane | None = None
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._buckets, self._signature = None, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_settings": self._settings}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group and creates its state; see `torch.optim.Optimizer.add_param_group`.
@@ -156,7 +170,7 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         buckets = self._planned_buckets()
         gradients = self._gradients()
-        run(buckets, gradients, self._momentum)
+        run(buckets, gradients, self._momentum, self._lane)
         for group in self.param_groups:
             if group["optimizer"] == ADAMW:
                 self._step_adamw(group, gradients)
@@ -224,9 +238,20 @@ class Muon(torch.optim.Optimizer):
         ]
         if self._buckets is None or signature != self._signature:
             self._buckets, self._signature = self._plan(), signature
+            device = next((param.device for group in groups for param in group["params"]), torch.device("cpu"))
+            self._lane = make_lane(device)
         return self._buckets
 
-    def _plan(self) -> tuple[Bucket, ...]:
+    def explain(self) -> str:
+        """Returns a table of the buckets: what is in them, how they are computed, and what that costs."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._init_state(group, param, allow_meta=True)
+        entries, _ = self._entries()
+        return explain(build(entries, self._settings), entries)
+
+    def _entries(self) -> tuple[list[MatrixEntry], list[tuple[dict[str, Any], Tensor]]]:
+        """Returns what the planner sees of every matrix, with its group and parameter."""
         entries: list[MatrixEntry] = []
         owners: list[tuple[dict[str, Any], Tensor]] = []
         for index, group in enumerate(self.param_groups):
@@ -237,7 +262,11 @@ class Muon(torch.optim.Optimizer):
                 dtype = options.compute_dtype(self.state[param]["momentum_buffer"].dtype)
                 entries.append(MatrixEntry(name, infer_layout(param, name), param.device.type, dtype, options))
                 owners.append((group, param))
-        plans = build(entries)
+        return entries, owners
+
+    def _plan(self) -> tuple[Bucket, ...]:
+        entries, owners = self._entries()
+        plans = build(entries, self._settings)
         check_agreement(plans, entries, [param for _, param in owners])
         return tuple(
             Bucket(plan, BucketMover(plan), _segments([owners[member] for member in plan.members])) for plan in plans

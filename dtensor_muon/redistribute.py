@@ -11,6 +11,7 @@ On a CPU mesh DTensor replaces the all-to-all of `Shard -> Shard` by an all-gath
 backend, but cuts evenly, so both dims are padded to a multiple of the ranks before it and narrowed after it.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -52,15 +53,17 @@ class BucketMover:
         self._num_owned = _num_owned(plan)
         self._num_kept = kept_matrices(plan.layout)
 
-    def to_compute(self, shards: Sequence[Tensor]) -> Computed:
+    def to_compute(self, shards: list[Tensor]) -> Computed:
         """Brings a bucket into its compute layout.
 
         Args:
-            shards: One per member: the local shard of its Newton-Schulz input, in the compute dtype. Not modified.
+            shards: One per member: the local shard of its Newton-Schulz input, in the compute dtype. The
+                tensors are not modified; the list is emptied, so that their memory is free while the stack moves.
         """
         undo: list[_Undo] = []
         stack = self._stack(shards)
-        undo.append(lambda x: x)
+        shapes = [shard.shape for shard in shards]
+        shards.clear()
         for axis, target in self.plan.moves():
             stack, back = self._move(stack, axis, target)
             undo.append(back)
@@ -72,22 +75,36 @@ class BucketMover:
                 updates = _pad(updates, 0, per_owner)
             for back in reversed(undo):
                 updates = back(updates)
-            return self._unstack(updates, shards)
+            return self._unstack(updates, shapes)
 
         return Computed(owned, to_storage)
 
-    def reduce_gram(self, gram: Tensor) -> Tensor:
+    def reduce_sum(self, value: Tensor) -> Tensor:
         """Sums a tensor over the axes on which the matrices stay sharded."""
-        return self._reduce(gram, "sum")
+        return self._reduce(value, Partial("sum"), Replicate())
 
     def reduce_max(self, value: Tensor) -> Tensor:
         """Takes the maximum over the axes on which the matrices stay sharded."""
-        return self._reduce(value, "max")
+        return self._reduce(value, Partial("max"), Replicate())
 
-    def _reduce(self, value: Tensor, op: str) -> Tensor:
-        for axis, target in self.plan.moves():
-            if target is Target.LONG:
-                value = _redistribute(value, self._mesh, axis.axis, Partial(op), Replicate())
+    def scatter_sum(self, value: Tensor) -> Tensor:
+        """Sums `[n, ...]` over these axes; each rank receives its share of the first dim, padded to equal shares."""
+        return self._reduce(_pad(value, 0, self._shared_slots), Partial("sum"), Shard(0))
+
+    def gather_shared(self, value: Tensor, count: int) -> Tensor:
+        """Gathers the shares of `scatter_sum` and returns the first `count` elements."""
+        for axis in reversed(self.plan.long_axes):
+            value = _gather(value, self._mesh, axis, 0, value.shape[0] * axis.size)
+        return value.narrow(0, 0, count)
+
+    @property
+    def _shared_slots(self) -> int:
+        ranks = self.plan.num_pieces
+        return -(-self.plan.matrices_per_owner // ranks) * ranks
+
+    def _reduce(self, value: Tensor, source: Placement, destination: Placement) -> Tensor:
+        for axis in self.plan.long_axes:
+            value = _redistribute(value, self._mesh, axis.axis, source, destination)
         return value
 
     @property
@@ -111,18 +128,18 @@ class BucketMover:
             slots[slot] = piece
         return torch.stack(slots)
 
-    def _unstack(self, updates: Tensor, shards: Sequence[Tensor]) -> list[Tensor]:
+    def _unstack(self, updates: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
         if not self.plan.stack_axes:
-            return list(updates.unflatten(0, (len(shards), *shards[0].shape[:-2])).unbind(0))
+            return list(updates.unflatten(0, (len(shapes), *shapes[0][:-2])).unbind(0))
         pieces = [updates[slot] for slot in self._slots]
         result: list[Tensor] = []
-        for index, shard in enumerate(shards):
+        for index, shape in enumerate(shapes):
             mine = pieces[index * self._num_kept : (index + 1) * self._num_kept]
-            if shard.ndim == 2:
+            if len(shape) == 2:
                 result.append(mine[0])
             else:
-                num_local = _matrices(shard).shape[0]
-                result.append(torch.stack(mine).narrow(0, 0, num_local).reshape(shard.shape))
+                num_local = math.prod(shape[:-2])
+                result.append(torch.stack(mine).narrow(0, 0, num_local).reshape(shape))
         return result
 
     def _move(self, x: Tensor, axis: ShardedAxis, target: Target) -> tuple[Tensor, _Undo]:
@@ -259,14 +276,18 @@ def _pad(x: Tensor, dim: int, size: int) -> Tensor:
 
 def _num_owned(plan: BucketPlan) -> int | None:
     """Returns how many of its slots this rank computes, None for all; see [Note: slots] in `plan`."""
-    owners, count = plan.num_owners, plan.num_matrices
-    if plan.layout.mesh is None or count % owners == 0:
+    if plan.layout.mesh is None or not plan.counts:
         return None
     owner: int = 0
     for axis in plan.stack_axes:
         owner = owner * axis.size + plan.layout.mesh.get_local_rank(axis.axis)
-    place = (owner - plan.first_owner + owners) % owners
-    return int_or_symbol((count + owners - 1 - place) // owners)
+    # a sum of steps rather than a look-up: the rank is symbolic on simulated meshes
+    mine, first, previous = 0, 0, 0
+    for count, owners in plan.counts:
+        reached = torch.sym_min(1, torch.sym_max(0, owner - first + 1))
+        mine = mine + (count - previous) * reached
+        first, previous = first + owners, count
+    return int_or_symbol(mine)
 
 
 def _same(x: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from dtensor_muon.cost import matmul_dtype
 from dtensor_muon.distributed_ns import orthogonalize_sharded
 from dtensor_muon.functional import apply_updates, get_muon_scale_factor, muon_inputs
+from dtensor_muon.lane import Lane
 from dtensor_muon.layout import local_tensor
 from dtensor_muon.newton_schulz import matmul_precision, orthogonalize
 from dtensor_muon.plan import BucketPlan, Target, long_dim_of
@@ -35,28 +35,52 @@ class Bucket:
     segments: tuple[Segment, ...]
 
 
-def run(buckets: Sequence[Bucket], gradients: Mapping[Tensor, Tensor], momentum_of: Callable[[Tensor], Tensor]) -> None:
+def run(
+    buckets: Sequence[Bucket],
+    gradients: Mapping[Tensor, Tensor],
+    momentum_of: Callable[[Tensor], Tensor],
+    lane: Lane | None,
+) -> None:
     """Updates the parameters of all buckets.
 
     Args:
         buckets: In the same order on every rank.
         gradients: Local gradient of each parameter that takes part; the same parameters on every rank.
         momentum_of: Returns a parameter's local momentum buffer.
+        lane: Where a bucket moves while the one before it computes; None works on one bucket after the other.
     """
+    pending: tuple[Bucket, Computed] | None = None
     for bucket in buckets:
         if not any(param in gradients for segment in bucket.segments for param in segment.params):
             continue
         with record_function("Muon::prepare"):
             inputs = _prepare(bucket, gradients, momentum_of)
         with record_function("Muon::to_compute"):
-            computed = bucket.mover.to_compute(inputs)
+            if lane is None:
+                computed = bucket.mover.to_compute(inputs)
+            else:
+                with lane.beside(inputs):
+                    computed = bucket.mover.to_compute(inputs)
         del inputs
-        with record_function("Muon::compute"):
-            updates = _compute(bucket, computed)
-        with record_function("Muon::to_storage"):
-            shards = computed.to_storage(updates)
-        with record_function("Muon::apply"):
-            _apply(bucket, gradients, shards, updates.shape[-2:])
+        if lane is None:
+            _finish(bucket, computed, gradients)
+            continue
+        if pending is not None:
+            _finish(*pending, gradients, lane)
+        pending = bucket, computed
+    if pending is not None:
+        _finish(*pending, gradients, lane)
+
+
+def _finish(bucket: Bucket, computed: Computed, gradients: Mapping[Tensor, Tensor], lane: Lane | None = None) -> None:
+    if lane is not None:
+        lane.join(computed.matrices)
+    with record_function("Muon::compute"):
+        updates = _compute(bucket, computed)
+    with record_function("Muon::to_storage"):
+        shards = computed.to_storage(updates)
+    with record_function("Muon::apply"):
+        _apply(bucket, gradients, shards, updates.shape[-2:])
 
 
 def _prepare(
@@ -91,19 +115,16 @@ def _compute(bucket: Bucket, computed: Computed) -> Tensor:
     precision: AbstractContextManager[None] = nullcontext()
     if options.fp32_matmul_prec != "medium":
         precision = matmul_precision(options.fp32_matmul_prec)
-    matrices = computed.matrices.to(matmul_dtype(computed.matrices.device.type, plan.compute_dtype))
     with precision:
         if Target.LONG not in plan.targets:
-            updates = orthogonalize(matrices, options.coefficients)
-        else:
-            updates = orthogonalize_sharded(
-                matrices,
-                options.coefficients,
-                long_dim=long_dim_of(plan.layout),
-                reduce_sum=bucket.mover.reduce_gram,
-                reduce_max=bucket.mover.reduce_max,
-            )
-    return updates.to(plan.compute_dtype)
+            return orthogonalize(computed.matrices, options.coefficients, iteration=plan.iteration)
+        return orthogonalize_sharded(
+            computed.matrices,
+            options.coefficients,
+            bucket.mover,
+            iteration=plan.iteration,
+            long_dim=long_dim_of(plan.layout),
+        )
 
 
 def _apply(bucket: Bucket, gradients: Mapping[Tensor, Tensor], shards: Sequence[Tensor], block: Sequence[int]) -> None:

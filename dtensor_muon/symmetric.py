@@ -53,7 +53,9 @@ def gram_matrix(x: Tensor, *, out: Tensor) -> Tensor:
         out: `[..., m, m]`; the blocks left and right of the diagonal ones come out exactly mirrored.
     """
     for start, end in row_panels(x.shape[-2], x.device.type):
-        multiply(x[..., start:end, :], x[..., :end, :].mT, out=out[..., start:end, :end])
+        # narrow, not slices: under LocalTensorMode the columns may be symbolic
+        panel, above = x.narrow(-2, start, end - start), x.narrow(-2, 0, end)
+        multiply(panel, above.mT, out=out[..., start:end, :end])
         _mirror(out, start, end)
     return out
 
