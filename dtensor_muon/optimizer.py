@@ -1,6 +1,7 @@
 """The optimizer: groups, state, checks before a step, the step."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -21,11 +22,21 @@ from dtensor_muon.options import (
     normalize_group,
     parameter_names,
 )
-from dtensor_muon.plan import MatrixEntry
+from dtensor_muon.plan import BucketPlan, MatrixEntry
 from dtensor_muon.planner import PlanSettings, build
 from dtensor_muon.preflight import absent_here_only, check_agreement, check_gradient, check_local_shape
 from dtensor_muon.redistribute import BucketMover
 from dtensor_muon.schedule import Bucket, Segment, run
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A plan, what it was made from, and by what to know that it is out of date."""
+
+    signature: object
+    plans: tuple[BucketPlan, ...]
+    entries: Sequence[MatrixEntry]
+    owners: Sequence[tuple[dict[str, Any], Tensor]]
 
 
 class Muon(torch.optim.Optimizer):
@@ -118,14 +129,14 @@ class Muon(torch.optim.Optimizer):
         normalize_group({"params": []}, defaults, 0)
         normalize_group({"params": [], "optimizer": ADAMW}, defaults, 0)
         self._settings = PlanSettings(device_profile, max_bucket_bytes)
+        self._plan: _Planned | None = None
         self._buckets: tuple[Bucket, ...] | None = None
-        self._signature: object = None
         self._lane: Lane | None = None
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._buckets, self._signature = None, None
+        self._plan, self._buckets = None, None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_settings": self._settings}
@@ -144,7 +155,7 @@ class Muon(torch.optim.Optimizer):
         group = normalize_group(param_group, self.defaults, index)
         self._check_params(group, index)
         super().add_param_group(group)
-        self._buckets = None
+        self._plan = None
         for param in group["params"]:
             self._init_state(group, param)
 
@@ -168,6 +179,9 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._init_state(group, param, allow_meta=True)
         buckets = self._planned_buckets()
         gradients = self._gradients()
         run(buckets, gradients, self._momentum, self._lane)
@@ -226,51 +240,43 @@ class Muon(torch.optim.Optimizer):
             present[param] = torch.zeros_like(local_tensor(param))
         return present
 
-    def _planned_buckets(self) -> tuple[Bucket, ...]:
-        """Returns the buckets, planned anew when a group, an option or a parameter's dtype or device has changed."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                self._init_state(group, param, allow_meta=True)
-        groups = [group for group in self.param_groups if group["optimizer"] == MUON]
+    def explain(self) -> str:
+        """Returns a table of the buckets: what is in them, how they are computed, at what cost. Not collective."""
+        planned = self._planned()
+        return explain(planned.plans, planned.entries)
+
+    def _planned(self) -> _Planned:
+        """Returns the plan, made anew when a group, an option or a parameter's dtype or device has changed."""
+        groups = [(index, group) for index, group in enumerate(self.param_groups) if group["optimizer"] == MUON]
         signature = [
             (id(group), MatrixOptions.from_group(group), [(id(p), p.dtype, p.device) for p in group["params"]])
-            for group in groups
+            for _, group in groups
         ]
-        if self._buckets is None or signature != self._signature:
-            self._buckets, self._signature = self._plan(), signature
-            device = next((param.device for group in groups for param in group["params"]), torch.device("cpu"))
-            self._lane = make_lane(device)
+        if self._plan is None or self._plan.signature != signature:
+            entries: list[MatrixEntry] = []
+            owners: list[tuple[dict[str, Any], Tensor]] = []
+            for index, group in groups:
+                options = MatrixOptions.from_group(group)
+                for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+                    dtype = options.compute_dtype(group["momentum_dtype"] or param.dtype)
+                    entries.append(MatrixEntry(name, infer_layout(param, name), param.device.type, dtype, options))
+                    owners.append((group, param))
+            self._plan = _Planned(signature, build(entries, self._settings), entries, owners)
+            self._buckets = None
+        return self._plan
+
+    def _planned_buckets(self) -> tuple[Bucket, ...]:
+        """Returns the buckets of the plan. Collective when the plan is new: all ranks check that they agree on it."""
+        planned = self._planned()
+        if self._buckets is None:
+            owners = planned.owners
+            check_agreement(planned.plans, planned.entries, [param for _, param in owners])
+            self._buckets = tuple(
+                Bucket(plan, BucketMover(plan), _segments([owners[member] for member in plan.members]))
+                for plan in planned.plans
+            )
+            self._lane = make_lane(owners[0][1].device) if owners else None
         return self._buckets
-
-    def explain(self) -> str:
-        """Returns a table of the buckets: what is in them, how they are computed, and what that costs."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                self._init_state(group, param, allow_meta=True)
-        entries, _ = self._entries()
-        return explain(build(entries, self._settings), entries)
-
-    def _entries(self) -> tuple[list[MatrixEntry], list[tuple[dict[str, Any], Tensor]]]:
-        """Returns what the planner sees of every matrix, with its group and parameter."""
-        entries: list[MatrixEntry] = []
-        owners: list[tuple[dict[str, Any], Tensor]] = []
-        for index, group in enumerate(self.param_groups):
-            if group["optimizer"] != MUON:
-                continue
-            options = MatrixOptions.from_group(group)
-            for name, param in zip(parameter_names(group, index), group["params"], strict=True):
-                dtype = options.compute_dtype(self.state[param]["momentum_buffer"].dtype)
-                entries.append(MatrixEntry(name, infer_layout(param, name), param.device.type, dtype, options))
-                owners.append((group, param))
-        return entries, owners
-
-    def _plan(self) -> tuple[Bucket, ...]:
-        entries, owners = self._entries()
-        plans = build(entries, self._settings)
-        check_agreement(plans, entries, [param for _, param in owners])
-        return tuple(
-            Bucket(plan, BucketMover(plan), _segments([owners[member] for member in plan.members])) for plan in plans
-        )
 
     def _step_adamw(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
         params = [param for param in group["params"] if param in gradients]
