@@ -168,6 +168,13 @@ def test_muon_keys_of_another_optimizer_are_reported(caplog):
     assert "[optimizer] muon_lr: set, but ignored because name = 'AdamW'" in caplog.text
 
 
+def test_arguments_of_the_whole_optimizer_do_not_go_to_its_groups():
+    config = section(device_profile="h100", muon_max_bucket_bytes=4096)
+    muon = get_train_spec("llama3").build_optimizers_fn([tiny()], config, None).optimizers[0]
+    assert (muon._settings.profile.name, muon._settings.max_bucket_bytes) == ("h100", 4096)
+    assert not any("device_profile" in group for group in muon.param_groups)
+
+
 def test_fault_tolerance_is_refused():
     manager = types.SimpleNamespace(enabled=True)
     with pytest.raises(

@@ -14,7 +14,7 @@ from torchtitan.tools.logging import logger
 
 from dtensor_muon.param_groups import build_param_groups, describe_param_groups
 from dtensor_muon.registry import OptimizerSpec, get_optimizer
-from dtensor_muon.titan.options import MUON, adamw_options, keys_without_effect, read_options
+from dtensor_muon.titan.options import MUON, OPTIMIZER_WIDE, adamw_options, keys_without_effect, read_options
 
 Builder = Callable[..., OptimizersContainer]
 
@@ -25,16 +25,18 @@ class MuonOptimizersContainer(OptimizersContainer):
     Args:
         model_parts: the parallelized model, or this rank's pipeline stages.
         spec: the registry's entry for Muon.
-        options: options of the Muon groups by argument, and of the AdamW groups as ``adamw_<argument>``.
+        options: Muon's constructor arguments, and options of the AdamW groups as ``adamw_<argument>``.
     """
 
     def __init__(self, model_parts: list[nn.Module], spec: OptimizerSpec, options: dict[str, Any]) -> None:
         self.model_parts = model_parts
+        options = dict(options)
         self.optimizers: list[Optimizer] = []
+        wide = {name: options.pop(name) for name in OPTIMIZER_WIDE if name in options}
         for part in model_parts:
             groups = build_param_groups(part, overrides=spec.default_overrides, **options)
             logger.info(f"Muon's parameter groups:\n{describe_param_groups(groups)}")
-            self.optimizers.append(spec.cls(groups))  # type: ignore[call-arg]  # as registered: the groups come first
+            self.optimizers.append(spec.cls(groups, **wide))
             # torchtitan loads a checkpoint into state that exists
             spec.init_state(self.optimizers[-1])
         self._validate_length(len(model_parts))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dtensor_muon.coefficients import get_supported_coefficient_types
+from dtensor_muon.cost import PROFILES
 
 MUON = "Muon"
 
@@ -115,7 +116,12 @@ OPTIONS: dict[str, Option] = {
     "momentum_dtype": _choice(_DTYPES),
     "betas": Option(list[float], "two numbers in [0, 1)", _betas),
     "eps": _NOT_NEGATIVE,
+    "device_profile": _choice(PROFILES),
+    "max_bucket_bytes": Option(int, "a whole number >= 1", _positive_int),
 }
+
+# Arguments of the whole optimizer; parameter groups take all others.
+OPTIMIZER_WIDE = ("device_profile", "max_bucket_bytes")
 
 # Values for the AdamW groups that differ from the Muon groups'.
 ADAMW_OPTIONS: dict[str, Option] = {f"adamw_{name}": OPTIONS[name] for name in ("lr", "weight_decay")}
