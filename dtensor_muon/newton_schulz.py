@@ -6,7 +6,7 @@ short side of the matrix; or the same steps as polynomials in the Gram matrix (`
 
 import functools
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -82,6 +82,13 @@ def orthogonalize(x: Tensor, coefficients: Sequence[CoefficientTriple], *, itera
         ValueError: An unknown iteration.
     """
     return _orthogonalize(x, coefficients, iteration, x.dtype)
+
+
+@functools.cache
+def compiled_orthogonalize() -> Callable[..., Tensor]:
+    """Returns `orthogonalize` through `torch.compile`, compiled once per shape."""
+    compiled: Callable[..., Tensor] = torch.compile(orthogonalize, dynamic=False)
+    return compiled
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from dtensor_muon.explain import explain
 from dtensor_muon.functional import adamw_update
 from dtensor_muon.lane import Lane, make_lane
 from dtensor_muon.layout import describe_tensor, infer_layout, local_tensor, mesh_of
+from dtensor_muon.newton_schulz import compiled_orthogonalize, orthogonalize
 from dtensor_muon.options import (
     ADAMW,
     MUON,
@@ -74,6 +75,7 @@ class Muon(torch.optim.Optimizer):
         device_profile: Rates by which `"auto"` chooses; None takes the preset of the device type.
         max_bucket_bytes: Bound on a rank's extra memory for one bucket, in bytes. None is 1 GiB, or what one matrix on
             every rank needs where that is more.
+        compile: Whether to run the Newton-Schulz of whole matrices through `torch.compile`.
 
     Raises:
         ValueError: A bad argument, group option or parameter.
@@ -104,6 +106,7 @@ class Muon(torch.optim.Optimizer):
         eps: float = 1e-8,
         device_profile: DeviceProfile | None = None,
         max_bucket_bytes: int | None = None,
+        compile: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -129,6 +132,7 @@ class Muon(torch.optim.Optimizer):
         normalize_group({"params": []}, defaults, 0)
         normalize_group({"params": [], "optimizer": ADAMW}, defaults, 0)
         self._settings = PlanSettings(device_profile, max_bucket_bytes)
+        self._compile = compile
         self._plan: _Planned | None = None
         self._buckets: tuple[Bucket, ...] | None = None
         self._lane: Lane | None = None
@@ -139,7 +143,7 @@ class Muon(torch.optim.Optimizer):
         self._plan, self._buckets = None, None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_settings": self._settings}
+        return {**super().__getstate__(), "_settings": self._settings, "_compile": self._compile}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group and creates its state; see `torch.optim.Optimizer.add_param_group`.
@@ -271,8 +275,9 @@ class Muon(torch.optim.Optimizer):
         if self._buckets is None:
             owners = planned.owners
             check_agreement(planned.plans, planned.entries, [param for _, param in owners])
+            math = compiled_orthogonalize() if self._compile else orthogonalize
             self._buckets = tuple(
-                Bucket(plan, BucketMover(plan), _segments([owners[member] for member in plan.members]))
+                Bucket(plan, BucketMover(plan), _segments([owners[member] for member in plan.members]), math)
                 for plan in planned.plans
             )
             self._lane = make_lane(owners[0][1].device) if owners else None

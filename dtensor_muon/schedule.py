@@ -13,7 +13,7 @@ from dtensor_muon.distributed_ns import orthogonalize_sharded
 from dtensor_muon.functional import apply_updates, get_muon_scale_factor, muon_inputs
 from dtensor_muon.lane import Lane
 from dtensor_muon.layout import local_tensor
-from dtensor_muon.newton_schulz import matmul_precision, orthogonalize
+from dtensor_muon.newton_schulz import matmul_precision
 from dtensor_muon.plan import BucketPlan, Target, long_dim_of
 from dtensor_muon.redistribute import BucketMover, Computed
 
@@ -28,11 +28,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A planned bucket with the parameters in it, in the order of `plan.members`."""
+    """A planned bucket with the parameters in it, in the order of `plan.members`, and what orthogonalizes them."""
 
     plan: BucketPlan
     mover: BucketMover
     segments: tuple[Segment, ...]
+    orthogonalize: Callable[..., Tensor]
 
 
 def run(
@@ -117,7 +118,7 @@ def _compute(bucket: Bucket, computed: Computed) -> Tensor:
         precision = matmul_precision(options.fp32_matmul_prec)
     with precision:
         if Target.LONG not in plan.targets:
-            return orthogonalize(computed.matrices, options.coefficients, iteration=plan.iteration)
+            return bucket.orthogonalize(computed.matrices, options.coefficients, iteration=plan.iteration)
         return orthogonalize_sharded(
             computed.matrices,
             options.coefficients,
