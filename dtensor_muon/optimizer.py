@@ -240,7 +240,7 @@ class Muon(torch.optim.Optimizer):
         if self.state[param] or (param.device.type == "meta" and not allow_meta):
             return
         if group["optimizer"] == MUON:
-            dtype = group.get("momentum_dtype") or param.dtype
+            dtype = group["momentum_dtype"] or param.dtype
             self.state[param]["momentum_buffer"] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
         else:
             self.state[param].update(
