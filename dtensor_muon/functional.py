@@ -122,7 +122,7 @@ def adamw_update(
         [state["exp_avg_sq"] for state in states],
         [],
         [state["step"] for state in states],
-        foreach=True,
+        foreach=not isinstance(lr, Tensor),  # torch refuses the combination outside of CUDA graphs
         amsgrad=False,
         beta1=betas[0],
         beta2=betas[1],

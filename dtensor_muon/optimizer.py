@@ -163,6 +163,29 @@ class Muon(torch.optim.Optimizer):
         for param in group["params"]:
             self._init_state(group, param)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict; see `torch.optim.Optimizer.load_state_dict`. Momentum buffers keep their own dtype."""
+        loaded: dict[str, Any] = {}
+        # the last pre-hook sees what the user's hooks made of the state dict, the first post-hook comes before theirs
+        hooks = [
+            self.register_load_state_dict_pre_hook(lambda _, final: loaded.update(final)),
+            self.register_load_state_dict_post_hook(lambda _: self._restore_momentum(loaded), prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _restore_momentum(self, loaded: dict[str, Any]) -> None:
+        """Takes back torch's cast of all state to the parameter's dtype."""
+        for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
+            for param, key in zip(group["params"], saved["params"], strict=True):
+                buffer = loaded["state"].get(key, {}).get("momentum_buffer")
+                if isinstance(buffer, Tensor):
+                    dtype = group.get("momentum_dtype") or param.dtype
+                    self.state[param]["momentum_buffer"] = buffer.to(dtype=dtype, device=param.device)
+
     @overload
     def step(self, closure: None = None) -> None: ...
 

@@ -120,7 +120,7 @@ class BucketMover:
         pieces: list[Tensor] = []
         for shard in shards:
             matrices = _matrices(shard)
-            if self.plan.layout.num_matrices > 1:
+            if shard.ndim > 2:
                 matrices = _pad(matrices, 0, self._num_kept)
             pieces.extend(matrices.unbind(0))
         slots: list[Tensor] = [torch.zeros_like(pieces[0])] * self._num_slots

@@ -1,7 +1,7 @@
 """One training run on sharded parameters, its reference, and the largest error of any update on any rank."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -97,15 +97,11 @@ def set_grad(rank: int, param: torch.nn.Parameter, grad: Tensor, layout: Layout)
     param.grad = sharded
 
 
-def train(
-    rank: int, run: Case, path: list[list[tuple[Tensor, Tensor]]], hook: Callable[[Muon], None] | None = None
-) -> list[list[Tensor]]:
+def train(rank: int, run: Case, path: list[list[tuple[Tensor, Tensor]]]) -> list[list[Tensor]]:
     """The body: trains on this rank's shards, back on the reference's path before each step; returns them after it."""
     layouts = [layout for _, layout in run.tensors]
     params = sharded_params(rank, list(zip(run.weights(), layouts, strict=True)))
     optimizer = Muon(params, **EXACT | run.options)
-    if hook is not None:
-        hook(optimizer)
     results = []
     for step in range(run.steps):
         grads = run.grads(step)
@@ -140,7 +136,3 @@ def parity_error(run: Case, reference: ReferenceMuon | None = None, launch: Call
     path = trajectory(run, reference or reference_of(EXACT | run.options))
     return worst_error(run, path, launch(run.world, train, run, path))
 
-
-def on_layouts(run: Case, layouts: Sequence[Layout]) -> Case:
-    """The same parameters on other layouts, one each."""
-    return replace(run, tensors=tuple((shape, layout) for (shape, _), layout in zip(run.tensors, layouts, strict=True)))

@@ -144,6 +144,7 @@ class ReferenceMuon:
     weight_decay: float = 0.0
     decoupled: bool = True
     scale: Callable[[int, int], float] = lambda out, inp: math.sqrt(max(out, inp))
+    triples: Sequence[tuple[float, float, float]] = tuple(SIMPLE)
 
     def update(self, grad: Tensor, state: dict[str, Tensor], param: Tensor) -> Tensor:
         """The update before the learning rate, of a matrix or a stack of matrices."""
@@ -154,7 +155,7 @@ class ReferenceMuon:
         state["m"] = self.momentum * buffer + (1 - self.momentum) * grad
         x = self.momentum * state["m"] + (1 - self.momentum) * grad if self.nesterov else state["m"]
         rows, cols = x.shape[-2:]
-        whole = [reference_orthogonalize(matrix, SIMPLE) for matrix in (x[None] if x.ndim == 2 else x.flatten(0, -3))]
+        whole = [reference_orthogonalize(matrix, self.triples) for matrix in (x[None] if x.ndim == 2 else x.flatten(0, -3))]
         stacked = torch.stack(whole).reshape(x.shape) if whole else x
         return stacked * (self.scale(rows, cols) if rows and cols else 0.0)
 
