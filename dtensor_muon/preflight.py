@@ -87,42 +87,45 @@ def absent_here_only(params: Sequence[Tensor], present: Container[Tensor]) -> li
     return absent
 
 
-def check_agreement(plans: Sequence[BucketPlan], entries: Sequence[MatrixEntry], params: Sequence[Tensor]) -> None:
-    """Checks on every mesh that all its ranks have the same plan. Collective over the meshes.
+def check_agreement(
+    plans: Sequence[BucketPlan],
+    entries: Sequence[MatrixEntry],
+    params: Sequence[Tensor],
+    others: Sequence[tuple[str, Tensor]],
+) -> None:
+    """Checks on every mesh that all its ranks are about to do the same. Collective over the meshes.
 
     Args:
         plans: The buckets.
         entries: What they were built from.
         params: The parameter of each entry.
+        others: Names and parameters of the AdamW groups: they move no data, but have flags in `absent_here_only`.
 
     Raises:
-        RuntimeError: The plans differ; names the first bucket that does, and both versions of it.
+        RuntimeError: The ranks differ; names the first bucket or parameter that does, and both versions of it.
     """
-    lines: dict[DeviceMesh, list[str]] = {}
     likes: dict[DeviceMesh, Tensor] = {}
-    for plan in plans:
-        mesh, like = plan.layout.mesh, params[plan.members[0]]
+    named = [(entry.name, param) for entry, param in zip(entries, params, strict=True)]
+    for _, param in (*named, *others):
+        mesh = mesh_of(param)
         if mesh is not None and mesh.device_type != "meta" and mesh.size() > 1:
-            lines.setdefault(mesh, []).append(describe(plan, entries))
-            likes[mesh] = local_tensor(like)
-    for mesh, mine in lines.items():
+            likes.setdefault(mesh, local_tensor(param))
+    for mesh, like in likes.items():
+        mine = [f"AdamW on {name} {tuple(param.shape)}" for name, param in others if mesh_of(param) == mesh]
+        mine += [f"bucket {describe(plan, entries)}" for plan in plans if plan.layout.mesh == mesh]
         text = "\n".join(mine)
         fingerprint = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
-        if not agree(mesh, likes[mesh], fingerprint):
+        if not agree(mesh, like, fingerprint):
             _raise_disagreement(mine, gather_texts(mesh, text))
 
 
 def _raise_disagreement(mine: list[str], texts: Sequence[str]) -> None:
     for other in (text.split("\n") for text in texts):
         for index in range(max(len(mine), len(other))):
-            pair = [lines[index] if index < len(lines) else "no bucket" for lines in (mine, other)]
+            pair = [lines[index] if index < len(lines) else "nothing more" for lines in (mine, other)]
             if pair[0] != pair[1]:
                 raise RuntimeError(
-                    f"the ranks planned different steps; the first difference is bucket {index}.\n"
+                    f"the ranks planned different steps; the first difference:\n"
                     f"this rank:    {pair[0]}\nanother rank: {pair[1]}\n"
                     "Give every rank the same parameters, in the same order, with the same options."
                 )
-    raise RuntimeError(
-        "other ranks of this mesh planned different steps; give every rank the same parameters, "
-        "in the same order, with the same options"
-    )

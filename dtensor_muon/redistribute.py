@@ -179,12 +179,12 @@ def any_rank(mesh: DeviceMesh, flags: Tensor) -> Tensor:
 
 
 def gather_texts(mesh: DeviceMesh, text: str) -> list[str]:
-    """Returns the texts of the ranks along every axis of a mesh that crosses this rank. Collective over the mesh."""
-    found: list[str] = []
+    """Returns the texts of all ranks of a mesh. Collective over the mesh."""
+    found = [text]
     for axis in range(mesh.ndim):
-        texts: list[str] = [""] * mesh.size(axis)
-        dist.all_gather_object(texts, text, group=mesh.get_group(axis))
-        found += texts
+        parts: list[list[str]] = [[] for _ in range(mesh.size(axis))]
+        dist.all_gather_object(parts, found, group=mesh.get_group(axis))
+        found = [part for texts in parts for part in texts]
     return found
 
 
