@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from ranks import on_threads
 from simulated import Layout, ReferenceMuon, build_mesh, from_local, relative_error
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_muon import Muon
 
@@ -77,16 +79,31 @@ def trajectory(run: Case, reference: ReferenceMuon) -> list[list[tuple[Tensor, T
     return result
 
 
+_meshes: dict[object, DeviceMesh] = {}
+
+
+def mesh_of(layout: Layout) -> DeviceMesh:
+    """The mesh of a layout; one per process on gloo.
+
+    DTensor caches specs by the value of a mesh, so that a second, equal mesh may find the groups of the first on some
+    ranks only.
+    """
+    if dist.get_backend() != "gloo":
+        return build_mesh(layout)
+    key = (layout.mesh, layout.names)
+    if key not in _meshes:
+        _meshes[key] = build_mesh(layout)
+    return _meshes[key]
+
+
 def sharded_params(rank: int, tensors: Sequence[tuple[Tensor, Layout]]) -> list[torch.nn.Parameter]:
     """Parameters cut by hand, on one mesh per mesh shape."""
-    meshes: dict[Any, Any] = {}
-    params = []
-    for full, layout in tensors:
-        key = (layout.mesh, layout.names)
-        if key not in meshes:
-            meshes[key] = build_mesh(layout)
-        params.append(torch.nn.Parameter(from_local(layout.cut(full, rank).clone(), full, meshes[key], layout)))
-    return params
+    meshes = {(layout.mesh, layout.names): layout for _, layout in tensors}
+    built = {key: mesh_of(layout) for key, layout in meshes.items()}
+    return [
+        torch.nn.Parameter(from_local(layout.cut(full, rank).clone(), full, built[layout.mesh, layout.names], layout))
+        for full, layout in tensors
+    ]
 
 
 def set_grad(rank: int, param: torch.nn.Parameter, grad: Tensor, layout: Layout) -> None:

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import connection
 from typing import Any
 
 import torch
@@ -84,20 +85,25 @@ class GlooRanks:
         for pipe in self._pipes:
             pipe.send_bytes(task)
         deadline = time.monotonic() + timeout
-        answers: list[tuple[bool, Any]] = []
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                    answers.append((False, f"rank {rank} hangs"))
-                    continue
-                answers.append(pickle.loads(pipe.recv_bytes()))
-            except EOFError:
-                answers.append((False, f"rank {rank} died"))
-        failures = [str(answer) for success, answer in answers if not success]
+        answers: dict[int, Any] = {}
+        failures: list[str] = []
+        while len(answers) < self.world:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
+            # when a rank has failed, the others may wait for it for long
+            ready = connection.wait(waiting, 0.5 if failures else max(0.0, deadline - time.monotonic()))
+            if not ready:
+                failures.append(f"no answer from ranks {[rank for rank in range(self.world) if rank not in answers]}")
+                break
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                success, answer = _receive(pipe)
+                answers[rank] = answer
+                if not success:
+                    failures.append(f"rank {rank}:\n{answer}")
         if failures:
             self.stop()
             raise RankFailedError("\n".join(failures))
-        return [answer for _, answer in answers]
+        return [answers[rank] for rank in range(self.world)]
 
     def stop(self) -> None:
         for process in self._processes:
@@ -121,6 +127,14 @@ class GlooRanks:
             self._pipes.append(here)
 
 
+def _receive(pipe: Any) -> tuple[bool, Any]:
+    try:
+        success, answer = pickle.loads(pipe.recv_bytes())
+        return success, answer
+    except EOFError:
+        return False, "died"
+
+
 def _serve(rank: int, world: int, path: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(path, world)
@@ -133,5 +147,5 @@ def _serve(rank: int, world: int, path: str, pipe: Any) -> None:
         try:
             answer = (True, getattr(importlib.import_module(module), name)(rank, *args))
         except BaseException:
-            answer = (False, f"rank {rank}:\n{traceback.format_exc()}")
+            answer = (False, traceback.format_exc())
         pipe.send_bytes(pickle.dumps(answer))
