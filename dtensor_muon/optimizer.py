@@ -209,8 +209,9 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 self._init_state(group, param, allow_meta=True)
+        present = self._checked_gradients()
         buckets = self._planned_buckets()
-        gradients = self._gradients()
+        gradients = self._with_absent(present)
         run(buckets, gradients, self._momentum, self._lane)
         for group in self.param_groups:
             if group["optimizer"] == ADAMW:
@@ -253,19 +254,20 @@ class Muon(torch.optim.Optimizer):
                 exp_avg_sq=torch.zeros_like(param, requires_grad=False),
             )
 
-    def _gradients(self) -> dict[Tensor, Tensor]:
-        """Returns the local gradient of every parameter that has one on any rank, after checking all of them."""
+    def _checked_gradients(self) -> dict[Tensor, Tensor]:
+        """Returns the local gradients of this rank, after checking all of them."""
         present: dict[Tensor, Tensor] = {}
-        sharded: list[Tensor] = []
         for name, param in self._named_params():
-            if mesh_of(param) is not None:
-                sharded.append(param)
             if param.grad is not None:
                 check_gradient(name, param, param.grad)
                 present[param] = local_tensor(param.grad)
-        for param in absent_here_only(sharded, present):
-            present[param] = torch.zeros_like(local_tensor(param))
         return present
+
+    def _with_absent(self, present: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Adds zeros for parameters that have a gradient on another rank only. Collective."""
+        sharded = [param for _, param in self._named_params() if mesh_of(param) is not None]
+        absent = absent_here_only(sharded, present)
+        return present | {param: torch.zeros_like(local_tensor(param)) for param in absent}
 
     def explain(self) -> str:
         """Returns a table of the buckets: what is in them, how they are computed, at what cost. Not collective."""
