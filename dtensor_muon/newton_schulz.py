@@ -6,7 +6,7 @@ short side of the matrix; or the same steps as polynomials in the Gram matrix (`
 
 import functools
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -84,6 +84,13 @@ def orthogonalize(x: Tensor, coefficients: Sequence[CoefficientTriple], *, itera
     return _orthogonalize(x, coefficients, iteration, x.dtype)
 
 
+@functools.cache
+def compiled_orthogonalize() -> Callable[..., Tensor]:
+    """Returns `orthogonalize` through `torch.compile`, compiled once per shape."""
+    compiled: Callable[..., Tensor] = torch.compile(orthogonalize, dynamic=False)
+    return compiled
+
+
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
     """Sets how fp32 matmuls run, and restores the former setting.
@@ -121,9 +128,9 @@ def _orthogonalize(
     short = min(rows, cols)
     if iteration == "auto":
         iteration = choose_iteration(rows, cols, coefficients, compute_dtype, x.device.type)
-    work_dtype = _work_dtype(compute_dtype, x.device.type, iteration, short)
+    multiply_in = work_dtype(compute_dtype, x.device.type, iteration, short)
     if iteration == "gram":
-        coefficient_segments = segments(coefficients, work_dtype)
+        coefficient_segments = segments(coefficients, multiply_in)
     else:
         coefficient_segments = tuple((triple,) for triple in coefficients)
 
@@ -133,13 +140,13 @@ def _orthogonalize(
     if x.device.type == "cpu" and short >= _MIN_ROWS_ONE_BY_ONE and isinstance(num_matrices, int):
         result = torch.empty_like(X)
         for index in range(num_matrices):
-            result[index] = iterate(_normalize(X[index], work_dtype), coefficient_segments)
+            result[index] = iterate(_normalize(X[index], multiply_in), coefficient_segments)
     else:
-        result = iterate(_normalize(X, work_dtype), coefficient_segments).to(x.dtype)
+        result = iterate(_normalize(X, multiply_in), coefficient_segments).to(x.dtype)
     return result.mT if rows > cols else result
 
 
-def _work_dtype(dtype: torch.dtype, device_type: str, iteration: str, short: int) -> torch.dtype:
+def work_dtype(dtype: torch.dtype, device_type: str, iteration: str, short: int) -> torch.dtype:
     """Returns the dtype to multiply in: `dtype`, or fp32 where `dtype` would be slower or too coarse."""
     if torch.finfo(dtype).bits > 16:
         return dtype

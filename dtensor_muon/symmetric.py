@@ -13,6 +13,8 @@ import itertools
 import torch
 from torch import Tensor
 
+from dtensor_muon.kernels import symmetric_kernel
+
 _MAX_PANELS = 8
 _MIN_PANEL_ROWS_CPU = 128
 _MIN_PANEL_ROWS_ACCELERATOR = 1024
@@ -52,8 +54,14 @@ def gram_matrix(x: Tensor, *, out: Tensor) -> Tensor:
         x: `[..., m, k]` with at most one batch dim.
         out: `[..., m, m]`; the blocks left and right of the diagonal ones come out exactly mirrored.
     """
+    kernel = symmetric_kernel(x)
+    if kernel is not None:
+        kernel(x, x.mT, out=out)
+        return out
     for start, end in row_panels(x.shape[-2], x.device.type):
-        multiply(x[..., start:end, :], x[..., :end, :].mT, out=out[..., start:end, :end])
+        # narrow, not slices: under LocalTensorMode the columns may be symbolic
+        panel, above = x.narrow(-2, start, end - start), x.narrow(-2, 0, end)
+        multiply(panel, above.mT, out=out[..., start:end, :end])
         _mirror(out, start, end)
     return out
 
@@ -71,6 +79,10 @@ def symmetric_multiply_add(
         alpha: Factor of the product.
         out: None of the inputs; the blocks left and right of the diagonal ones come out exactly mirrored.
     """
+    kernel = symmetric_kernel(a)
+    if kernel is not None:
+        kernel(a, b, addend, out=out, alpha=alpha, beta=beta)
+        return out
     for start, end in row_panels(a.shape[-2], a.device.type):
         rows, columns = slice(start, end), slice(end)
         multiply_add(

@@ -1,0 +1,337 @@
+"""The optimizer: groups, state, checks before a step, the step."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from dtensor_muon.coefficients import CoefficientTriple
+from dtensor_muon.cost import DeviceProfile
+from dtensor_muon.explain import explain
+from dtensor_muon.functional import adamw_update
+from dtensor_muon.lane import Lane, make_lane
+from dtensor_muon.layout import describe_tensor, infer_layout, local_tensor, mesh_of
+from dtensor_muon.newton_schulz import compiled_orthogonalize, orthogonalize
+from dtensor_muon.options import (
+    ADAMW,
+    MUON,
+    MatrixOptions,
+    check_dtype,
+    check_matrix,
+    normalize_group,
+    parameter_names,
+)
+from dtensor_muon.plan import BucketPlan, MatrixEntry
+from dtensor_muon.planner import PlanSettings, build
+from dtensor_muon.preflight import absent_here_only, check_agreement, check_gradient, check_local_shape
+from dtensor_muon.redistribute import BucketMover
+from dtensor_muon.schedule import Bucket, Segment, run
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A plan, what it was made from, and by what to know that it is out of date."""
+
+    signature: object
+    plans: tuple[BucketPlan, ...]
+    entries: Sequence[MatrixEntry]
+    owners: Sequence[tuple[dict[str, Any], Tensor]]
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for matrices that are DTensors or plain tensors, and AdamW for the rest.
+
+    The update of a matrix is the Newton-Schulz orthogonalization of its momentum (K. Jordan et al., "Muon: An optimizer
+    for hidden layers in neural networks"). For a DTensor it equals the update of the unsharded matrix, whatever its
+    placements; the exception is `tp_mode="blockwise"`. All state exists after construction, but for parameters on the
+    meta device, whose state is created by the first step after they are materialized.
+
+    Args:
+        params: Tensors, `(name, tensor)` pairs, or dicts with `params` and any argument below, and
+            `optimizer`: `"muon"` (the default) or `"adamw"`.
+        lr: Learning rate.
+        momentum: Coefficient of the exponential average of the gradients, in [0, 1).
+        nesterov: Whether to orthogonalize `lerp(grad, momentum_buffer, momentum)` rather than the buffer.
+        weight_decay: Coefficient of the weight decay.
+        use_decoupled_weight_decay: True multiplies the parameter by `1 - lr * weight_decay`; False adds
+            `weight_decay * param` to a copy of the gradient.
+        split_qkv: Whether to orthogonalize Q, K and V of fused weights separately. Not available yet.
+        is_qkv_fn: Tells which parameters are fused; None means those with a truthy attribute `is_qkv`.
+        qkv_split_shapes: Rows of each part per query group.
+        fp32_matmul_prec: `"medium"` computes and communicates in bf16, `"high"` uses TF32 where the device has it,
+            `"highest"` fp32.
+        coefficient_type: One of `get_supported_coefficient_types()`.
+        num_ns_steps: Newton-Schulz steps, at least 1.
+        scale_mode: `"spectral"`, `"shape_scaling"` or `"unit_rms_norm"`; see `get_muon_scale_factor`.
+        extra_scale_factor: Multiplies every update; 0.2 with `"spectral"` gives updates the RMS of AdamW's.
+        tp_mode: `"owner"`, `"distributed"`, `"duplicated"`: exact, different in work and traffic; `"auto"`: the
+            cheapest of these per bucket of same-shape matrices; `"blockwise"`: each tensor-parallel block on its own.
+        custom_coefficient_sets: The `(a, b, c)` triples of `coefficient_type="custom"`.
+        momentum_dtype: Of the momentum buffers; None is the parameter's.
+        betas: Of AdamW groups.
+        eps: Of AdamW groups.
+        device_profile: Rates by which `"auto"` chooses; None takes the preset of the device type.
+        max_bucket_bytes: Bound on a rank's extra memory for one bucket, in bytes. None is 1 GiB, or what one matrix on
+            every rank needs where that is more.
+        compile: Whether to run the Newton-Schulz of whole matrices through `torch.compile`.
+
+    Raises:
+        ValueError: A bad argument, group option or parameter.
+        NotImplementedError: A layout that cannot be computed exactly.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]],
+        lr: float | Tensor = 3e-4,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.01,
+        use_decoupled_weight_decay: bool = True,
+        split_qkv: bool = False,
+        is_qkv_fn: Callable[[Tensor], bool] | None = None,
+        qkv_split_shapes: tuple[int, ...] | None = None,
+        fp32_matmul_prec: str = "medium",
+        coefficient_type: str = "quintic",
+        num_ns_steps: int = 5,
+        scale_mode: str = "spectral",
+        extra_scale_factor: float = 1.0,
+        tp_mode: str = "auto",
+        *,
+        custom_coefficient_sets: Sequence[CoefficientTriple] | None = None,
+        momentum_dtype: torch.dtype | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        device_profile: DeviceProfile | None = None,
+        max_bucket_bytes: int | None = None,
+        compile: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "use_decoupled_weight_decay": use_decoupled_weight_decay,
+            "split_qkv": split_qkv,
+            "is_qkv_fn": is_qkv_fn,
+            "qkv_split_shapes": qkv_split_shapes,
+            "fp32_matmul_prec": fp32_matmul_prec,
+            "coefficient_type": coefficient_type,
+            "num_ns_steps": num_ns_steps,
+            "scale_mode": scale_mode,
+            "extra_scale_factor": extra_scale_factor,
+            "tp_mode": tp_mode,
+            "custom_coefficient_sets": custom_coefficient_sets,
+            "momentum_dtype": momentum_dtype,
+            "betas": betas,
+            "eps": eps,
+            "optimizer": MUON,
+        }
+        normalize_group({"params": []}, defaults, 0)
+        normalize_group({"params": [], "optimizer": ADAMW}, defaults, 0)
+        self._settings = PlanSettings(device_profile, max_bucket_bytes)
+        self._compile = compile
+        self._plan: _Planned | None = None
+        self._buckets: tuple[Bucket, ...] | None = None
+        self._lane: Lane | None = None
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plan, self._buckets = None, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_settings": self._settings, "_compile": self._compile}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group and creates its state; see `torch.optim.Optimizer.add_param_group`.
+
+        Raises:
+            ValueError: A bad option or parameter. Nothing is changed then.
+            NotImplementedError: A layout that cannot be computed exactly. Nothing is changed then.
+        """
+        index = len(self.param_groups)
+        if not isinstance(param_group, dict) or isinstance(param_group.get("params"), set):
+            super().add_param_group(param_group)  # raises torch's own error
+            return
+        group = normalize_group(param_group, self.defaults, index)
+        self._check_params(group, index)
+        super().add_param_group(group)
+        self._plan = None
+        for param in group["params"]:
+            self._init_state(group, param)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict; see `torch.optim.Optimizer.load_state_dict`. Momentum buffers keep their own dtype."""
+        loaded: dict[str, Any] = {}
+        # the last pre-hook sees what the user's hooks made of the state dict, the first post-hook comes before theirs
+        hooks = [
+            self.register_load_state_dict_pre_hook(lambda _, final: loaded.update(final)),
+            self.register_load_state_dict_post_hook(lambda _: self._restore_momentum(loaded), prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _restore_momentum(self, loaded: dict[str, Any]) -> None:
+        """Takes back torch's cast of all state to the parameter's dtype."""
+        for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
+            for param, key in zip(group["params"], saved["params"], strict=True):
+                buffer = loaded["state"].get(key, {}).get("momentum_buffer")
+                if isinstance(buffer, Tensor):
+                    dtype = group.get("momentum_dtype") or param.dtype
+                    self.state[param]["momentum_buffer"] = buffer.to(dtype=dtype, device=param.device)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Updates all parameters that have a gradient on any rank; a rank without one counts as zero.
+
+        Args:
+            closure: Evaluates the model again and returns the loss.
+
+        Raises:
+            ValueError: A gradient does not fit its parameter. No parameter has changed and no collective run then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._init_state(group, param, allow_meta=True)
+        buckets = self._planned_buckets()
+        gradients = self._gradients()
+        run(buckets, gradients, self._momentum, self._lane)
+        for group in self.param_groups:
+            if group["optimizer"] == ADAMW:
+                self._step_adamw(group, gradients)
+        return loss
+
+    def _named_params(self) -> Iterator[tuple[str, Tensor]]:
+        for index, group in enumerate(self.param_groups):
+            yield from zip(parameter_names(group, index), group["params"], strict=True)
+
+    def _momentum(self, param: Tensor) -> Tensor:
+        return local_tensor(self.state[param]["momentum_buffer"])
+
+    def _check_params(self, group: dict[str, Any], index: int) -> None:
+        seen = {param: name for name, param in self._named_params()}
+        for name, param in _split_names(group, index):
+            if not isinstance(param, Tensor):
+                raise TypeError(f"{name} is a {type(param).__name__}; a parameter must be a torch.Tensor")
+            if param in seen:
+                raise ValueError(
+                    f"{describe_tensor(name, param)} is in the optimizer already, as {seen[param]}; list it once"
+                )
+            seen[param] = name
+            check_dtype(name, param)
+            layout = infer_layout(param, name)
+            if group["optimizer"] == MUON:
+                check_matrix(name, param)
+                check_local_shape(name, param, layout)
+
+    def _init_state(self, group: dict[str, Any], param: Tensor, *, allow_meta: bool = False) -> None:
+        if self.state[param] or (param.device.type == "meta" and not allow_meta):
+            return
+        if group["optimizer"] == MUON:
+            dtype = group["momentum_dtype"] or param.dtype
+            self.state[param]["momentum_buffer"] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+        else:
+            self.state[param].update(
+                step=torch.zeros(()),
+                exp_avg=torch.zeros_like(param, requires_grad=False),
+                exp_avg_sq=torch.zeros_like(param, requires_grad=False),
+            )
+
+    def _gradients(self) -> dict[Tensor, Tensor]:
+        """Returns the local gradient of every parameter that has one on any rank, after checking all of them."""
+        present: dict[Tensor, Tensor] = {}
+        sharded: list[Tensor] = []
+        for name, param in self._named_params():
+            if mesh_of(param) is not None:
+                sharded.append(param)
+            if param.grad is not None:
+                check_gradient(name, param, param.grad)
+                present[param] = local_tensor(param.grad)
+        for param in absent_here_only(sharded, present):
+            present[param] = torch.zeros_like(local_tensor(param))
+        return present
+
+    def explain(self) -> str:
+        """Returns a table of the buckets: what is in them, how they are computed, at what cost. Not collective."""
+        planned = self._planned()
+        return explain(planned.plans, planned.entries)
+
+    def _planned(self) -> _Planned:
+        """Returns the plan, made anew when a group, an option or a parameter's dtype or device has changed."""
+        groups = [(index, group) for index, group in enumerate(self.param_groups) if group["optimizer"] == MUON]
+        signature = [
+            (id(group), MatrixOptions.from_group(group), [(id(p), p.dtype, p.device) for p in group["params"]])
+            for _, group in groups
+        ]
+        if self._plan is None or self._plan.signature != signature:
+            entries: list[MatrixEntry] = []
+            owners: list[tuple[dict[str, Any], Tensor]] = []
+            for index, group in groups:
+                options = MatrixOptions.from_group(group)
+                for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+                    dtype = options.compute_dtype(group["momentum_dtype"] or param.dtype)
+                    entries.append(MatrixEntry(name, infer_layout(param, name), param.device.type, dtype, options))
+                    owners.append((group, param))
+            self._plan = _Planned(signature, build(entries, self._settings), entries, owners)
+            self._buckets = None
+        return self._plan
+
+    def _planned_buckets(self) -> tuple[Bucket, ...]:
+        """Returns the buckets of the plan. Collective when the plan is new: all ranks check that they agree on it."""
+        planned = self._planned()
+        if self._buckets is None:
+            owners = planned.owners
+            check_agreement(planned.plans, planned.entries, [param for _, param in owners])
+            math = compiled_orthogonalize() if self._compile else orthogonalize
+            self._buckets = tuple(
+                Bucket(plan, BucketMover(plan), _segments([owners[member] for member in plan.members]), math)
+                for plan in planned.plans
+            )
+            self._lane = make_lane(owners[0][1].device) if owners else None
+        return self._buckets
+
+    def _step_adamw(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
+        params = [param for param in group["params"] if param in gradients]
+        if params:
+            states = [{key: local_tensor(value) for key, value in self.state[param].items()} for param in params]
+            adamw_update(
+                [local_tensor(param) for param in params],
+                [gradients[param] for param in params],
+                states,
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )
+
+
+def _split_names(group: dict[str, Any], index: int) -> Iterator[tuple[str, Any]]:
+    """Yields a name and a parameter for each item of a group that torch has not taken apart yet."""
+    for item, name in zip(group["params"], parameter_names(group, index), strict=True):
+        yield (item[0], item[1]) if isinstance(item, tuple) else (name, item)
+
+
+def _segments(members: Sequence[tuple[dict[str, Any], Tensor]]) -> tuple[Segment, ...]:
+    """Splits the members of a bucket, which come group by group, at the borders of groups."""
+    segments: list[tuple[dict[str, Any], list[Tensor]]] = []
+    for group, param in members:
+        if not segments or segments[-1][0] is not group:
+            segments.append((group, []))
+        segments[-1][1].append(param)
+    return tuple(Segment(group, tuple(params)) for group, params in segments)

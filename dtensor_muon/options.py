@@ -1,0 +1,189 @@
+"""Checks of constructor arguments and group options, and the part of them that decides how a bucket is computed."""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dtensor_muon.coefficients import CoefficientTriple, get_coefficients
+from dtensor_muon.functional import get_muon_scale_factor
+from dtensor_muon.layout import describe_tensor
+
+MUON, ADAMW = "muon", "adamw"
+TP_MODES = ("auto", "owner", "duplicated", "distributed", "blockwise")
+MATMUL_PRECISIONS = ("medium", "high", "highest")
+
+ADAMW_OPTIONS = frozenset({"lr", "weight_decay", "betas", "eps"})
+ADAMW_ONLY_OPTIONS = frozenset({"betas", "eps"})
+# keys that are no options: torch's own, and those that learning rate schedulers leave in a group
+_OTHER_KEYS = {
+    "params",
+    "param_names",
+    "optimizer",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "max_momentum",
+    "base_momentum",
+    "swa_lr",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixOptions:
+    """What decides how a matrix is orthogonalized; matrices of one bucket share it.
+
+    Attributes:
+        coefficients: One triple per Newton-Schulz step.
+        fp32_matmul_prec: `"medium"`, `"high"` or `"highest"`.
+        tp_mode: The mode that the user asked for.
+    """
+
+    coefficients: tuple[CoefficientTriple, ...]
+    fp32_matmul_prec: str
+    tp_mode: str
+
+    @classmethod
+    def from_group(cls, group: Mapping[str, Any]) -> "MatrixOptions":
+        """Reads the options of a parameter group.
+
+        Raises:
+            ValueError: The coefficient options do not fit each other.
+        """
+        coefficients = get_coefficients(
+            group["coefficient_type"], group["num_ns_steps"], group["custom_coefficient_sets"]
+        )
+        return cls(coefficients, group["fp32_matmul_prec"], group["tp_mode"])
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Returns the dtype in which a matrix whose momentum has `dtype` travels and is multiplied."""
+        return torch.bfloat16 if self.fp32_matmul_prec == "medium" else torch.promote_types(dtype, torch.float32)
+
+
+def normalize_group(group: Mapping[str, Any], defaults: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Returns a checked copy of a parameter group, with every option filled in.
+
+    Args:
+        group: As given by the user; `params` may hold `(name, tensor)` pairs.
+        defaults: The constructor's arguments.
+        index: The group's place, for error messages.
+
+    Raises:
+        ValueError: A bad option or parameter; names the group, the key and what is allowed.
+        NotImplementedError: A documented option that this version does not have.
+    """
+    where = f"param_groups[{index}]"
+    unknown = sorted(set(group) - set(defaults) - _OTHER_KEYS)
+    if unknown:
+        known = ", ".join(sorted(set(defaults) | {"optimizer"}))
+        raise ValueError(f"{where} has the unknown option {unknown[0]!r}; the options are {known}")
+    full: dict[str, Any] = {**defaults, **group}
+    params = full["params"]
+    full["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+    if full["optimizer"] == "adam":
+        full["optimizer"] = ADAMW
+    _check_values(full, where)
+    _warn_about_ignored(group, defaults, full["optimizer"], where)
+    return full
+
+
+def parameter_names(group: Mapping[str, Any], index: int) -> list[str]:
+    """Returns a name per parameter of a group: the user's, or its place."""
+    return list(group.get("param_names") or _places(group["params"], index))
+
+
+def check_matrix(name: str, param: torch.Tensor) -> None:
+    """Checks that Muon can work on a parameter.
+
+    Raises:
+        ValueError: It has fewer than two dims, or its dtype is not real floating point.
+    """
+    if param.ndim < 2:
+        raise ValueError(
+            f"{describe_tensor(name, param)}: Muon works on matrices [m, n] or stacks of them [..., m, n]; "
+            'put this parameter into a group with optimizer="adamw"'
+        )
+    check_dtype(name, param)
+
+
+def check_dtype(name: str, param: torch.Tensor) -> None:
+    """Checks that a parameter is real floating point.
+
+    Raises:
+        ValueError: It is complex or integer.
+    """
+    if not param.is_floating_point():
+        raise ValueError(
+            f"{describe_tensor(name, param)}: the dtype must be real floating point; "
+            "leave this parameter out, or convert it"
+        )
+
+
+def _places(params: Sequence[object], index: int) -> list[str]:
+    return [f"param_groups[{index}]['params'][{place}]" for place in range(len(params))]
+
+
+def _check_values(group: Mapping[str, Any], where: str) -> None:
+    _choice(group, "optimizer", (MUON, ADAMW, "adam"), where)
+    _number(group, "lr", where, at_least=0.0)
+    _number(group, "weight_decay", where, at_least=0.0)
+    if group["optimizer"] == MUON:
+        _check_muon_values(group, where)
+        return
+    _number(group, "eps", where, at_least=0.0)
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(f"{where}: betas is {betas!r}; it must be a pair of numbers in [0, 1)")
+    for position, beta in enumerate(betas):
+        _number({f"betas[{position}]": beta}, f"betas[{position}]", where, at_least=0.0, below=1.0)
+
+
+def _check_muon_values(group: Mapping[str, Any], where: str) -> None:
+    _number(group, "momentum", where, at_least=0.0, below=1.0)
+    _number(group, "extra_scale_factor", where, at_least=0.0)
+    for key in ("nesterov", "use_decoupled_weight_decay", "split_qkv"):
+        _choice(group, key, (True, False), where)
+    _choice(group, "fp32_matmul_prec", MATMUL_PRECISIONS, where)
+    _choice(group, "tp_mode", TP_MODES, where)
+    dtype = group["momentum_dtype"]
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{where}: momentum_dtype is {dtype!r}; it must be a floating point torch.dtype or None")
+    try:
+        get_muon_scale_factor(1, 1, group["scale_mode"])
+        MatrixOptions.from_group(group)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if group["split_qkv"]:
+        raise NotImplementedError(f"{where}: split_qkv=True is not available yet; set it to False")
+
+
+def _number(group: Mapping[str, Any], key: str, where: str, *, at_least: float, below: float = math.inf) -> None:
+    value = group[key]
+    allowed = f"a finite number of at least {at_least:g}" + ("" if below == math.inf else f" and below {below:g}")
+    if isinstance(value, torch.Tensor):
+        # reading an accelerator's value would synchronize with it
+        if value.numel() != 1:
+            raise ValueError(f"{where}: {key} is a tensor of shape {tuple(value.shape)}; it must be {allowed}")
+        if value.device.type != "cpu":
+            return
+        value = value.item()
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (at_least <= value < below):
+        raise ValueError(f"{where}: {key} is {value!r}; it must be {allowed}")
+
+
+def _choice(group: Mapping[str, Any], key: str, choices: Sequence[object], where: str) -> None:
+    value = group[key]
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+        allowed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{where}: {key} is {value!r}; it must be one of {allowed}")
+
+
+def _warn_about_ignored(group: Mapping[str, Any], defaults: Mapping[str, Any], optimizer: str, where: str) -> None:
+    for key in sorted(set(group) & set(defaults) - {"optimizer"}):
+        ignored = key in ADAMW_ONLY_OPTIONS if optimizer == MUON else key not in ADAMW_OPTIONS
+        if ignored and group[key] is not defaults[key] and group[key] != defaults[key]:
+            warnings.warn(f"{where}: {key}={group[key]!r} is ignored by optimizer={optimizer!r}", stacklevel=5)

@@ -1,0 +1,128 @@
+"""What is checked before data moves: shards, gradients, and that all ranks are about to do the same."""
+
+import hashlib
+from collections.abc import Container, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dtensor_muon.layout import ParamLayout, describe_tensor, local_sizes, local_tensor, mesh_of
+from dtensor_muon.plan import BucketPlan, MatrixEntry, describe
+from dtensor_muon.redistribute import agree, any_rank, gather_texts
+
+
+def check_local_shape(name: str, param: Tensor, layout: ParamLayout) -> None:
+    """Checks that this rank's shard has the shape that the layout gives it.
+
+    Raises:
+        NotImplementedError: It has another one, so the tensor was cut in a way that the placements do not say.
+    """
+    if not isinstance(param, DTensor):
+        return
+    if param.device_mesh.get_coordinate() is None:
+        raise NotImplementedError(
+            f"{describe_tensor(name, param)}: this rank is not in the parameter's mesh; "
+            "give each rank's optimizer only the parameters of its own meshes"
+        )
+    expected = local_sizes(layout)[1]
+    actual = tuple(local_tensor(param).shape)
+    if actual != expected:
+        raise NotImplementedError(
+            f"{describe_tensor(name, param)}: this rank's shard has shape {actual}, but its placements give "
+            f"{expected}; shard the parameter with parallelize_module, then fully_shard"
+        )
+
+
+def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
+    """Checks that a gradient fits its parameter.
+
+    Raises:
+        ValueError: It is of another kind, mesh, placements or shape, or not real floating point.
+    """
+    problem = None
+    if not grad.is_floating_point():
+        problem = "has a dtype that is not real floating point"
+    elif grad.is_sparse:
+        problem = "is sparse"
+    elif grad.shape != param.shape:
+        problem = "has another shape"
+    elif isinstance(grad, DTensor) != isinstance(param, DTensor):
+        problem = "must be a DTensor exactly when the parameter is one"
+    elif isinstance(grad, DTensor) and isinstance(param, DTensor):
+        if grad.device_mesh != param.device_mesh:
+            problem = "lives on another mesh"
+        elif tuple(grad.placements) != tuple(param.placements):
+            problem = "has other placements; reduce it or redistribute it to the parameter's placements before step()"
+    if problem is not None:
+        raise ValueError(
+            f"the gradient {describe_tensor(name + '.grad', grad)} of {describe_tensor(name, param)} {problem}"
+        )
+
+
+def absent_here_only(params: Sequence[Tensor], present: Container[Tensor]) -> list[Tensor]:
+    """Returns the parameters without a gradient on this rank that have one on another rank of their mesh.
+
+    [Note: missing gradients] Every rank sends one flag per parameter and step, and only a rank that misses a gradient
+    reads the answer: the others know already, and need not wait for their device. Collective over the meshes.
+
+    Args:
+        params: All DTensor parameters, in the same order on every rank.
+        present: Those that have a gradient on this rank.
+    """
+    by_mesh: dict[DeviceMesh, list[Tensor]] = {}
+    for param in params:
+        mesh = mesh_of(param)
+        if mesh is not None and mesh.device_type != "meta" and mesh.size() > 1:
+            by_mesh.setdefault(mesh, []).append(param)
+    absent: list[Tensor] = []
+    for mesh, members in by_mesh.items():
+        flags = local_tensor(members[0]).new_ones(len(members), dtype=torch.int32)
+        missing = [index for index, param in enumerate(members) if param not in present]
+        for index in missing:
+            flags[index] = 0
+        anywhere = any_rank(mesh, flags)
+        absent += [members[index] for index in missing if anywhere[index]]
+    return absent
+
+
+def check_agreement(plans: Sequence[BucketPlan], entries: Sequence[MatrixEntry], params: Sequence[Tensor]) -> None:
+    """Checks on every mesh that all its ranks have the same plan. Collective over the meshes.
+
+    Args:
+        plans: The buckets.
+        entries: What they were built from.
+        params: The parameter of each entry.
+
+    Raises:
+        RuntimeError: The plans differ; names the first bucket that does, and both versions of it.
+    """
+    lines: dict[DeviceMesh, list[str]] = {}
+    likes: dict[DeviceMesh, Tensor] = {}
+    for plan in plans:
+        mesh, like = plan.layout.mesh, params[plan.members[0]]
+        if mesh is not None and mesh.device_type != "meta" and mesh.size() > 1:
+            lines.setdefault(mesh, []).append(describe(plan, entries))
+            likes[mesh] = local_tensor(like)
+    for mesh, mine in lines.items():
+        text = "\n".join(mine)
+        fingerprint = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+        if not agree(mesh, likes[mesh], fingerprint):
+            _raise_disagreement(mine, gather_texts(mesh, text))
+
+
+def _raise_disagreement(mine: list[str], texts: Sequence[str]) -> None:
+    for other in (text.split("\n") for text in texts):
+        for index in range(max(len(mine), len(other))):
+            pair = [lines[index] if index < len(lines) else "no bucket" for lines in (mine, other)]
+            if pair[0] != pair[1]:
+                raise RuntimeError(
+                    f"the ranks planned different steps; the first difference is bucket {index}.\n"
+                    f"this rank:    {pair[0]}\nanother rank: {pair[1]}\n"
+                    "Give every rank the same parameters, in the same order, with the same options."
+                )
+    raise RuntimeError(
+        "other ranks of this mesh planned different steps; give every rank the same parameters, "
+        "in the same order, with the same options"
+    )
