@@ -1,11 +1,17 @@
+"""Every coefficient set on the whole zoo of spectra, through the public entry, and the flops of every choice."""
+
+import importlib
+
 import pytest
 import torch
 from numerics import CountFlops, TensorCoreProducts, reference, relative_error, zoo
 
-from dtensor_muon import newton_schulz as module
 from dtensor_muon.coefficients import get_coefficients
 from dtensor_muon.gram import choose_iteration, gram_polynomial, iteration_flops, segments
 from dtensor_muon.newton_schulz import newton_schulz, orthogonalize
+
+# the package exports a function of that name, which hides the module from a plain import
+module = importlib.import_module("dtensor_muon.newton_schulz")
 
 # cans ends its interval at 1 without a margin: in bf16 even its plain iteration explodes on some spectra
 SETS = [("quintic", 5), ("simple", 5), ("polar_express", 5), ("polar_express", 8), ("aol", 4), ("deepseekv4", 10),
@@ -46,14 +52,6 @@ def test_bf16_bound_at_the_default_shapes():
     for spectrum, x in zoo(512, 1376).items():
         plain, gram = bf16_errors(x, "quintic", 5)
         assert gram <= max(3e-2, 4 * plain), (spectrum, plain, gram)
-
-
-@pytest.mark.usefixtures("native_bf16")
-def test_negative_control_without_restarts_bf16_explodes(monkeypatch):
-    monkeypatch.setattr(module, "segments", lambda coefficients, dtype: (tuple(coefficients),))
-    plain, gram = bf16_errors(zoo(256, 384)["geometric_1e-4"], "quintic", 5)
-    assert not gram <= 1.0
-    assert plain < 0.1
 
 
 @pytest.mark.parametrize(("name", "steps"), SETS)
@@ -138,17 +136,6 @@ def test_predicted_flops_are_the_executed_ones_on_this_cpu(iteration, shape):
 def test_the_default_shapes_need_at_most_0_70_of_the_full_flops():
     full = sum(n * 5 * (4 * min(r, c) ** 2 * max(r, c) + 2 * min(r, c) ** 3) for r, c, n in DEFAULT_SHAPES)
     assert sum(n * iteration_flops(r, c, QUINTIC, "auto") for r, c, n in DEFAULT_SHAPES) <= 0.70 * full
-
-
-def test_auto():
-    bf16 = torch.bfloat16
-    assert choose_iteration(512, 1376, QUINTIC, bf16) == "gram"
-    assert choose_iteration(1376, 512, QUINTIC, bf16) == "gram"
-    assert choose_iteration(512, 512, QUINTIC, bf16) == "plain"
-    assert choose_iteration(512, 1376, QUINTIC, torch.float32) == "plain"
-    assert choose_iteration(255, 1376, QUINTIC, bf16) == "plain"
-    assert choose_iteration(512, 1376, get_coefficients("cans", 5), bf16) == "plain"
-    assert choose_iteration(512, 1376, ((2.0, -1.5, 0.5),), bf16) == "plain"
 
 
 @pytest.mark.parametrize(("name", "steps"), [pair for pair in SETS if pair[1] >= 3])
