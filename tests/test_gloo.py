@@ -1,10 +1,21 @@
-"""Real processes over gloo: the layouts a trainer builds, missing gradients, ranks that disagree, the real all-to-all."""
+"""Real processes over gloo: models as trainers build them, missing gradients, disagreement, the all-to-all."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from parity import EXACT, TOLERANCE, case, full_tensors, mesh_of, parity_error, set_grad, sharded_params, trajectory, worst_error
+from parity import (
+    EXACT,
+    TOLERANCE,
+    case,
+    full_tensors,
+    mesh_of,
+    parity_error,
+    set_grad,
+    sharded_params,
+    trajectory,
+    worst_error,
+)
 from ranks import GlooRanks
 from simulated import LAYOUTS, Layout, R, ReferenceMuon, S, strided
 from torch import nn
@@ -166,7 +177,14 @@ def step_without_some_gradients(rank, name, absent):
 # on hsdp, both replicas of a shard miss it
 @pytest.mark.parametrize(
     ("name", "absent"),
-    [("fsdp0", (0,)), ("fsdp0", (1, 3)), ("fsdp0", (0, 1, 2)), ("fsdp_tp_row", (0,)), ("fsdp_tp_row", (0, 1, 2)), ("hsdp", (1, 3))],
+    [
+        ("fsdp0", (0,)),
+        ("fsdp0", (1, 3)),
+        ("fsdp0", (0, 1, 2)),
+        ("fsdp_tp_row", (0,)),
+        ("fsdp_tp_row", (0, 1, 2)),
+        ("hsdp", (1, 3)),
+    ],
 )
 def test_a_rank_without_a_gradient_counts_as_zero(gloo, name, absent):
     layout = LAYOUTS[name]
@@ -209,7 +227,7 @@ def disagree(rank, name, what):
             vectors.clear()
         else:
             options["num_ns_steps"] = 4
-    for param, grad in zip(params, full_tensors(shapes, 1), strict=True):
+    for param, _grad in zip(params, full_tensors(shapes, 1), strict=True):
         param.grad = param.detach().clone()
     before = [param.to_local().clone() for param in params]
     groups = [

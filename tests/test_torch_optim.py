@@ -266,7 +266,7 @@ def sharded_round_trip(rank, layout):
         assert tuple(got.placements) == tuple(wanted.placements) == layout.placements
         assert got.dtype == torch.float32
         assert torch.equal(got.to_local(), wanted.to_local())
-    return [other for other in copy.deepcopy(loaded).state_dict()["state"]]
+    return list(copy.deepcopy(loaded).state_dict()["state"])
 
 
 def test_sharded_state_dict_round_trip():
