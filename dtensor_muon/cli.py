@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dtensor_muon.bench import command
+
 _TRAIN_HELP = """\
 Trains a torchtitan job on this node, with or without an accelerator.
 
@@ -18,6 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dtensor_muon", description="Muon for DTensor parameters.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_train(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -59,6 +62,23 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="processes on this node (default: one per accelerator; without any, what the job's parallelism needs)",
     )
     train.set_defaults(run=_train)
+
+
+def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="time optimizer steps on this machine",
+        description="Times Muon's step beside torch.optim.Muon and AdamW; prints flops, bytes, collectives and errors.",
+        allow_abbrev=False,
+    )
+    command.add_arguments(bench)
+    bench.set_defaults(run=_bench)
+
+
+def _bench(args: argparse.Namespace, rest: Sequence[str]) -> None:
+    if rest:
+        raise ValueError(f"unknown arguments: {' '.join(rest)}")
+    command.run(args)
 
 
 def _train(args: argparse.Namespace, rest: Sequence[str]) -> None:

@@ -14,22 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtensor_muon import DeviceProfile, Muon
 from dtensor_muon.cost import PROFILES
+from dtensor_muon.models import MODELS
 from dtensor_muon.plan import Target
 from dtensor_muon.planner import PlanSettings
-
-# matrices of a model as (shape, count); a leading dim is a stack of experts. Sizes from the models' configurations.
-MODELS = {
-    "llama3-8B": [((4096, 4096), 64), ((1024, 4096), 64), ((14336, 4096), 64), ((4096, 14336), 32)],
-    "llama3-70B": [((8192, 8192), 160), ((1024, 8192), 160), ((28672, 8192), 160), ((8192, 28672), 80)],
-    "qwen3-30B-A3B": [
-        ((4096, 2048), 48), ((2048, 4096), 48), ((512, 2048), 96), ((128, 768, 2048), 96), ((128, 2048, 768), 48)
-    ],
-    "deepseek-v3": [
-        ((1536, 7168), 61), ((24576, 1536), 61), ((576, 7168), 61), ((32768, 512), 61), ((7168, 16384), 61),
-        ((18432, 7168), 6), ((7168, 18432), 3), ((2048, 7168), 116), ((7168, 2048), 58),
-        ((256, 2048, 7168), 116), ((256, 7168, 2048), 58),
-    ],
-}  # fmt: skip
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""`python -m dtensor_muon bench`: times optimizer steps on this machine."""

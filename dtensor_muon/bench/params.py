@@ -1,0 +1,92 @@
+"""Parameters to measure with: shapes from text, placements from the name of a layout."""
+
+import math
+import re
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+DEFAULT_SHAPES = "512x512*8,1376x512*4,512x1376*4"
+LAYOUTS = ("plain", "fsdp0", "fsdp1", "tp_col", "tp_row", "hsdp", "fsdp_tp_row", "fsdp_tp_col")
+
+
+def parse_shapes(text: str) -> list[tuple[int, ...]]:
+    """Returns the shapes of `"512x1376*4,64x64"`: one per matrix, or stack of matrices.
+
+    Raises:
+        ValueError: The text has another form.
+    """
+    shapes: list[tuple[int, ...]] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+(?:x\d+){1,2})(?:\*(\d+))?\s*", part)
+        if match is None:
+            raise ValueError(f"shapes has {part!r}; write ROWSxCOLS or EXPERTSxROWSxCOLS, and *COUNT behind it")
+        shapes += [tuple(map(int, match[1].split("x")))] * int(match[2] or 1)
+    return shapes
+
+
+def build_mesh(layout: str, world: int, device_type: str) -> DeviceMesh | None:
+    """Returns the mesh of a layout, None for plain tensors.
+
+    Raises:
+        ValueError: An unknown layout, or a world that it cannot be laid on.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}")
+    if layout == "plain":
+        return None
+    if layout in ("hsdp", "fsdp_tp_row", "fsdp_tp_col"):
+        if world < 4 or world % 2:
+            raise ValueError(f"world is {world}; layout {layout!r} needs an even number of at least 4")
+        names = ("dp_replicate", "fsdp") if layout == "hsdp" else ("fsdp", "tp")
+        shape = (2, world // 2) if layout == "hsdp" else (world // 2, 2)
+        return init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return init_device_mesh(device_type, (world,), mesh_dim_names=("tp" if layout.startswith("tp") else "fsdp",))
+
+
+def placements_of(layout: str, ndim: int, mesh: DeviceMesh) -> list[Placement]:
+    """Returns the placements of a matrix, or of a stack of matrices, whose rows or columns are sharded."""
+    rows, cols = ndim - 2, ndim - 1
+    table: dict[str, list[Placement]] = {
+        "fsdp0": [Shard(rows)],
+        "fsdp1": [Shard(cols)],
+        "tp_col": [Shard(rows)],
+        "tp_row": [Shard(cols)],
+        "hsdp": [Replicate(), Shard(rows)],
+        "fsdp_tp_row": [Shard(rows), Shard(cols)],
+        "fsdp_tp_col": [_StridedShard(rows, split_factor=mesh.size(-1)), Shard(rows)],
+    }
+    return table[layout]
+
+
+def make_tensors(
+    shapes: Sequence[Sequence[int]], layout: str, mesh: DeviceMesh | None, device: torch.device, seed: int, scale: float
+) -> list[torch.Tensor]:
+    """Returns tensors of random values, each rank making its own shard only.
+
+    Raises:
+        ValueError: A dim that the ranks do not divide: the benchmark measures even shards.
+    """
+    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+    tensors: list[torch.Tensor] = []
+    for shape in shapes:
+        local = list(shape)
+        if mesh is not None:
+            placements = placements_of(layout, len(shape), mesh)
+            for axis, placement in enumerate(placements):
+                if not placement.is_replicate():
+                    dim = placement.dim  # type: ignore[attr-defined]
+                    if local[dim] % mesh.size(axis):
+                        raise ValueError(
+                            f"shape {tuple(shape)}: {local[dim]} does not divide by {mesh.size(axis)} ranks"
+                        )
+                    local[dim] //= mesh.size(axis)
+        x = torch.randn(local, device=device, generator=generator) * scale
+        if mesh is not None:
+            strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+            x = DTensor.from_local(x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides))
+        tensors.append(x)
+    return tensors

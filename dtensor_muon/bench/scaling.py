@@ -1,0 +1,45 @@
+"""How flops and bytes per rank fall with the number of ranks, from the step itself on stub process groups."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from dtensor_muon.bench.count import WorkCounter
+from dtensor_muon.bench.params import build_mesh, make_tensors
+from dtensor_muon.optimizer import Muon
+
+WORLDS = (2, 4, 8, 16, 32, 64)
+
+
+def count_step(shapes: Sequence[Sequence[int]], layout: str, world: int, precision: str) -> tuple[float, float]:
+    """Returns flops and sent bytes of rank 0 in one step of a world of `world` ranks.
+
+    The step runs on meta tensors: every operation is dispatched, with its real shapes, and none computes.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        mesh = build_mesh(layout, world, "meta")
+        device = torch.device("meta")
+        params = [torch.nn.Parameter(x) for x in make_tensors(shapes, layout, mesh, device, 0, 1.0)]
+        optimizer = Muon(params, lr=0.02, fp32_matmul_prec=precision, tp_mode="owner")
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        with WorkCounter() as counter:
+            optimizer.step()
+        return counter.flops, counter.sent_bytes
+    finally:
+        dist.destroy_process_group()
+
+
+def scaling_table(shapes: Sequence[Sequence[int]], layout: str, precision: str) -> str:
+    """Returns a Markdown table of flops and bytes per rank; the products with the ranks stay constant."""
+    lines = ["| ranks | GFLOP a rank | x ranks | MB sent a rank | x ranks |", "|---|---|---|---|---|"]
+    for world in WORLDS:
+        flops, sent = count_step(shapes, layout, world, precision)
+        lines.append(
+            f"| {world} | {flops / 1e9:.3f} | {flops * world / 1e9:.1f} | {sent / 1e6:.3f} | {sent * world / 1e6:.2f} |"
+        )
+    return "\n".join(lines)
