@@ -31,7 +31,7 @@ class RankFailedError(AssertionError):
     """A rank raised or did not come back in time."""
 
 
-def on_threads(world: int, body: Body, *args: Any, timeout: float = 60.0) -> list[Any]:
+def on_threads(world: int, body: Body, *args: Any, timeout: float = 100.0) -> list[Any]:
     """Runs `body(rank, *args)` on every rank of a world of threads; returns the results by rank."""
     results: list[Any] = [None] * world
     failures: list[str] = []
@@ -77,7 +77,7 @@ class GlooRanks:
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
-    def run(self, body: Body, *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, body: Body, *args: Any, timeout: float = 100.0) -> list[Any]:
         """Runs `body(rank, *args)` on every rank; `body` is a module-level function. Returns the results by rank."""
         if not self._processes:
             self._start()
