@@ -178,6 +178,13 @@ def any_rank(mesh: DeviceMesh, flags: Tensor) -> Tensor:
     return _reduce_over_mesh(flags, mesh)
 
 
+def sum_over_axes(mesh: DeviceMesh, axes: Sequence[int], value: Tensor) -> Tensor:
+    """Returns the sum of a tensor over some axes of a mesh, the same on all their ranks. Collective over the axes."""
+    for axis in axes:
+        value = _redistribute(value, mesh, axis, Partial("sum"), Replicate())
+    return value
+
+
 def gather_texts(mesh: DeviceMesh, text: str) -> list[str]:
     """Returns the texts of the ranks along every axis of a mesh that crosses this rank. Collective over the mesh."""
     found: list[str] = []
