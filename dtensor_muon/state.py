@@ -215,10 +215,10 @@ def _check_tensor(where: str, key: str, param: Tensor, value: object, dtype: tor
     if not isinstance(value, Tensor):
         raise ValueError(f"{key} of {where} is a {type(value).__name__} in the checkpoint; it must be a tensor")
     problem = None
-    if value.shape != param.shape:
-        problem = "has another shape than the parameter"
-    elif isinstance(value, DTensor) != isinstance(param, DTensor):
+    if isinstance(value, DTensor) != isinstance(param, DTensor):
         problem = "must be a DTensor exactly when the parameter is one; load it with torch.distributed.checkpoint"
+    elif value.shape != param.shape:
+        problem = "has another shape than the parameter"
     elif isinstance(value, DTensor) and isinstance(param, DTensor):
         if value.device_mesh != param.device_mesh:
             problem = "lives on another mesh; load it with torch.distributed.checkpoint"
