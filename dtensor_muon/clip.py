@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_muon.layout import infer_layout, local_tensor
 from dtensor_muon.preflight import check_gradient
-from dtensor_muon.redistribute import sum_over_axes
+from dtensor_muon.redistribute import reduce_over_axes
 
 
 @torch.no_grad()
@@ -47,7 +47,12 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float) -> float:
     total = 0.0
     for (mesh, axes, device), terms in squares.items():
         square = torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64, device=device)
-        total += (square if mesh is None else sum_over_axes(mesh, axes, square)).item()
+        if mesh is not None:
+            square = reduce_over_axes(mesh, axes, square, "sum")
+            # a replica without a gradient must not get another number than the others
+            others = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1 and axis not in axes]
+            square = reduce_over_axes(mesh, others, square, "max")
+        total += square.item()
     norm = math.sqrt(total) if total == total else math.nan
     scale = max_norm / (norm + 1e-6)
     if not scale >= 1:

@@ -178,10 +178,10 @@ def any_rank(mesh: DeviceMesh, flags: Tensor) -> Tensor:
     return _reduce_over_mesh(flags, mesh)
 
 
-def sum_over_axes(mesh: DeviceMesh, axes: Sequence[int], value: Tensor) -> Tensor:
-    """Returns the sum of a tensor over some axes of a mesh, the same on all their ranks. Collective over the axes."""
+def reduce_over_axes(mesh: DeviceMesh, axes: Sequence[int], value: Tensor, operation: str) -> Tensor:
+    """Returns the `"sum"` or `"max"` of a tensor over some axes of a mesh. Collective over the axes."""
     for axis in axes:
-        value = _redistribute(value, mesh, axis, Partial("sum"), Replicate())
+        value = _redistribute(value, mesh, axis, Partial(operation), Replicate())
     return value
 
 

@@ -161,8 +161,8 @@ def nonfinite_step(rank, mode, where, value):
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("where", [[(0, 0)], [(2, 2)], [(1, 3)], [(3, 4)], [(0, 6)], [(1, 1), (2, 5)]], ids=str)
-def test_skip_is_agreed_and_changes_nothing(where, value):
-    results = on_threads(4, nonfinite_step, "skip", where, value)
+def test_skip_is_agreed_and_changes_nothing(gloo, where, value):
+    results = gloo(4, nonfinite_step, "skip", where, value)
     assert all(result["same"] and result["skipped"] == 1 and result["finite"] for result in results)
     for _, index in where:
         name = "plain" if index == 6 else f"p{index}"
