@@ -7,6 +7,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from dtensor_muon.agreement import check_groups, options_text
 from dtensor_muon.coefficients import CoefficientTriple
 from dtensor_muon.cost import DeviceProfile
 from dtensor_muon.explain import explain
@@ -32,7 +33,7 @@ from dtensor_muon.schedule import Bucket, Segment, run
 from dtensor_muon.state import accept_state_dict, momentum_dtype, new_state
 
 # what a copy of an optimizer keeps beside its groups and state
-_KEPT = ("_settings", "_compile", "_nonfinite", "skipped_steps")
+_KEPT = ("_settings", "_compile", "_nonfinite", "skipped_steps", "_steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,7 @@ class Muon(torch.optim.Optimizer):
         check_nonfinite(nonfinite)
         self._nonfinite = nonfinite
         self.skipped_steps = 0
+        self._steps = 0
         self._plan: _Planned | None = None
         self._buckets: tuple[Bucket, ...] | None = None
         self._lane: Lane | None = None
@@ -251,6 +253,7 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         self._init_all(allow_meta=True)
         buckets = self._planned_buckets()
+        self._steps += 1
         gradients = self._gradients()
         if skips_step(self._nonfinite, list(self._named_params()), gradients):
             self.skipped_steps += 1
@@ -299,7 +302,7 @@ class Muon(torch.optim.Optimizer):
             if param.grad is not None:
                 check_gradient(name, param, param.grad)
                 present[param] = local_tensor(param.grad)
-        for param in absent_here_only(sharded, present):
+        for param in absent_here_only(sharded, present, self._steps, options_text(self.param_groups)):
             present[param] = torch.zeros_like(local_tensor(param))
         return present
 
@@ -333,6 +336,7 @@ class Muon(torch.optim.Optimizer):
         planned = self._planned()
         if self._buckets is None:
             owners = planned.owners
+            check_groups(self.param_groups)
             check_agreement(planned.plans, planned.entries, [param for _, param in owners])
             math = compiled_orthogonalize() if self._compile else orthogonalize
             self._buckets = tuple(

@@ -79,7 +79,9 @@ def make_optimizer(net: Net, **options: Any) -> Muon:
 def train_step(rank: int, job: str, net: Net, optimizer: Muon, step: int) -> float:
     """One step towards random targets; returns this rank's part of the loss."""
     loss = 0.0
-    for (name, param), target in zip(net.named_parameters(), full_tensors(list(SHAPES.values()), 50 + step), strict=True):
+    for (name, param), target in zip(
+        net.named_parameters(), full_tensors(list(SHAPES.values()), 50 + step), strict=True
+    ):
         if name in NO_GRADIENT or not param.requires_grad:
             continue
         layout = JOBS[job][name]

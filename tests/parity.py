@@ -135,4 +135,3 @@ def parity_error(run: Case, reference: ReferenceMuon | None = None, launch: Call
     """Trains on every rank of the case's world and returns the largest error."""
     path = trajectory(run, reference or reference_of(EXACT | run.options))
     return worst_error(run, path, launch(run.world, train, run, path))
-

@@ -155,7 +155,9 @@ class ReferenceMuon:
         state["m"] = self.momentum * buffer + (1 - self.momentum) * grad
         x = self.momentum * state["m"] + (1 - self.momentum) * grad if self.nesterov else state["m"]
         rows, cols = x.shape[-2:]
-        whole = [reference_orthogonalize(matrix, self.triples) for matrix in (x[None] if x.ndim == 2 else x.flatten(0, -3))]
+        whole = [
+            reference_orthogonalize(matrix, self.triples) for matrix in (x[None] if x.ndim == 2 else x.flatten(0, -3))
+        ]
         stacked = torch.stack(whole).reshape(x.shape) if whole else x
         return stacked * (self.scale(rows, cols) if rows and cols else 0.0)
 

@@ -83,7 +83,7 @@ def error_of(rank, layout):
 def test_two_unnamed_axes_say_what_to_do():
     (message, *others) = on_threads(4, error_of, LAYOUTS["unnamed_tp_col"])
     assert message.startswith("w (shape (12, 20), placements (_StridedShard(dim=0, sf=2), Shard(dim=0))")
-    assert "tp_mode=\"blockwise\" cannot tell the tensor-parallel axis from the others" in message
+    assert 'tp_mode="blockwise" cannot tell the tensor-parallel axis from the others' in message
     assert others == [message] * 3
 
 

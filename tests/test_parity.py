@@ -55,7 +55,9 @@ def combinations(layout):
     return list(itertools.product(choices, repeat=len(layout.mesh)))
 
 
-@pytest.mark.parametrize("targets", list(itertools.product((Target.STACK, Target.LONG, Target.GATHER), repeat=2)), ids=str)
+@pytest.mark.parametrize(
+    "targets", list(itertools.product((Target.STACK, Target.LONG, Target.GATHER), repeat=2)), ids=str
+)
 @pytest.mark.parametrize("name", ["fsdp_tp_row", "fsdp1_tp_col", "fsdp_tp_col", "hsdp"])
 def test_every_mixture_of_targets_matches_unsharded(name, targets, monkeypatch):
     def forced(entry, _count):
@@ -100,7 +102,9 @@ def local_shards_only(rank, run, path):
     return results
 
 
-@pytest.mark.parametrize(("name", "is_right"), [("fsdp0", False), ("tp_row", False), ("fsdp_tp_col", False), ("replicate", True)])
+@pytest.mark.parametrize(
+    ("name", "is_right"), [("fsdp0", False), ("tp_row", False), ("fsdp_tp_col", False), ("replicate", True)]
+)
 def test_orthogonalizing_local_shards_fails_parity(name, is_right):
     run = replace(case(LAYOUTS[name], [(12, 20), (20, 12)]), steps=1)
     path = trajectory(run, ReferenceMuon())

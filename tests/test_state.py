@@ -148,8 +148,14 @@ BAD = {
         lambda s: state_of(s, 1).update(exp_avg=torch.ones(5, dtype=torch.float64)),
         r"exp_avg .* of layer.bias .* does not fit the dtype torch.float32 without a loss",
     ),
-    "no tensor": (lambda s: state_of(s, 0).update(momentum_buffer=1.0), "momentum_buffer of layer.weight .* is a float"),
-    "missing key": (lambda s: state_of(s, 1).pop("step"), r"state of layer.bias .* has the keys \['exp_avg', 'exp_avg_sq'\]"),
+    "no tensor": (
+        lambda s: state_of(s, 0).update(momentum_buffer=1.0),
+        "momentum_buffer of layer.weight .* is a float",
+    ),
+    "missing key": (
+        lambda s: state_of(s, 1).pop("step"),
+        r"state of layer.bias .* has the keys \['exp_avg', 'exp_avg_sq'\]",
+    ),
     "unknown key": (lambda s: state_of(s, 0).update(row=1), "state of layer.weight .* has the keys"),
     "missing state": (lambda s: s["state"].pop(1), "no state for layer.bias"),
     "unknown parameter": (lambda s: s["state"].update({7: {}}), "state for the parameter 7"),
