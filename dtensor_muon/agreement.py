@@ -1,10 +1,10 @@
 """Whether the ranks of a mesh have the same groups, options and step count.
 
 [Note: agreement]
-When a plan is made, texts are compared: names, shapes, order and options, so a difference is named at build. Options and
-the number of steps may drift apart later. Every step sends flags for missing gradients anyway; two numbers per item ride
-along in that reduction, and are read once in `STEPS_BETWEEN_CHECKS` steps, so that no collective and, on other steps, no
-wait for the device is added.
+When a plan is made, texts are compared: names, shapes, order and options, so a difference is named at build. Options
+and the number of steps may drift apart later. Every step sends flags for missing gradients anyway; the step count and a
+fingerprint of the options ride along in that reduction, and are read once in `STEPS_BETWEEN_CHECKS` steps, so that no
+collective and, on other steps, no wait for the device is added.
 """
 
 import hashlib
