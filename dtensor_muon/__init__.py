@@ -1,5 +1,6 @@
 """Muon for DTensor parameters: exact on every FSDP x TP x EP layout, driven by `redistribute` calls."""
 
+from dtensor_muon.clip import clip_grad_norm_
 from dtensor_muon.coefficients import get_supported_coefficient_types, validate_coefficient_type
 from dtensor_muon.cost import DeviceProfile
 from dtensor_muon.functional import get_muon_scale_factor
@@ -8,6 +9,7 @@ from dtensor_muon.newton_schulz import newton_schulz
 from dtensor_muon.optimizer import Muon
 from dtensor_muon.param_groups import ParamOverride, build_param_groups, describe_param_groups
 from dtensor_muon.registry import OptimizerSpec, get_optimizer, register_optimizer
+from dtensor_muon.state import convert_heavy_ball
 
 __all__ = [
     "DeviceProfile",
@@ -16,6 +18,8 @@ __all__ = [
     "ParamLayout",
     "ParamOverride",
     "build_param_groups",
+    "clip_grad_norm_",
+    "convert_heavy_ball",
     "describe_param_groups",
     "get_muon_scale_factor",
     "get_optimizer",

@@ -7,6 +7,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from dtensor_muon.agreement import check_groups, options_text
 from dtensor_muon.coefficients import CoefficientTriple
 from dtensor_muon.cost import DeviceProfile
 from dtensor_muon.explain import explain
@@ -14,6 +15,7 @@ from dtensor_muon.functional import adamw_update
 from dtensor_muon.lane import Lane, make_lane
 from dtensor_muon.layout import describe_tensor, infer_layout, local_tensor, mesh_of
 from dtensor_muon.newton_schulz import compiled_orthogonalize, orthogonalize
+from dtensor_muon.nonfinite import check_nonfinite, skips_step
 from dtensor_muon.options import (
     ADAMW,
     MUON,
@@ -28,6 +30,10 @@ from dtensor_muon.planner import PlanSettings, build
 from dtensor_muon.preflight import absent_here_only, check_agreement, check_gradient, check_local_shape
 from dtensor_muon.redistribute import BucketMover
 from dtensor_muon.schedule import Bucket, Segment, run
+from dtensor_muon.state import accept_state_dict, momentum_dtype, new_state
+
+# what a copy of an optimizer keeps beside its groups and state
+_KEPT = ("_settings", "_compile", "_nonfinite", "skipped_steps", "_steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,12 @@ class Muon(torch.optim.Optimizer):
         max_bucket_bytes: Bound on a rank's extra memory for one bucket, in bytes. None is 1 GiB, or what one matrix on
             every rank needs where that is more.
         compile: Whether to run the Newton-Schulz of whole matrices through `torch.compile`.
+        nonfinite: When a gradient is infinite or NaN on any rank: `"propagate"` goes on; `"skip"` leaves all parameters
+            and state as they are, warns with the names and counts in `skipped_steps`; `"raise"` leaves them, and raises
+            FloatingPointError. The last two wait for the device at every step.
+
+    Attributes:
+        skipped_steps: Steps that `nonfinite="skip"` left out since construction; not part of a checkpoint.
 
     Raises:
         ValueError: A bad argument, group option or parameter.
@@ -107,6 +119,7 @@ class Muon(torch.optim.Optimizer):
         device_profile: DeviceProfile | None = None,
         max_bucket_bytes: int | None = None,
         compile: bool = False,
+        nonfinite: str = "propagate",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -133,6 +146,10 @@ class Muon(torch.optim.Optimizer):
         normalize_group({"params": [], "optimizer": ADAMW}, defaults, 0)
         self._settings = PlanSettings(device_profile, max_bucket_bytes)
         self._compile = compile
+        check_nonfinite(nonfinite)
+        self._nonfinite = nonfinite
+        self.skipped_steps = 0
+        self._steps = 0
         self._plan: _Planned | None = None
         self._buckets: tuple[Bucket, ...] | None = None
         self._lane: Lane | None = None
@@ -143,7 +160,7 @@ class Muon(torch.optim.Optimizer):
         self._plan, self._buckets = None, None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_settings": self._settings, "_compile": self._compile}
+        return {**super().__getstate__(), **{key: self.__dict__[key] for key in _KEPT}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group and creates its state; see `torch.optim.Optimizer.add_param_group`.
@@ -163,13 +180,31 @@ class Muon(torch.optim.Optimizer):
         for param in group["params"]:
             self._init_state(group, param)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns state and options; see `torch.optim.Optimizer.state_dict`. Changes no step counter."""
+        self._init_all()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict; see `torch.optim.Optimizer.load_state_dict`. Momentum buffers keep their own dtype."""
+        """Loads a state dict; see `torch.optim.Optimizer.load_state_dict`. Momentum buffers keep their own dtype.
+
+        State of `torch.optim.Muon` and `torch.optim.AdamW` fits as it is; `convert_heavy_ball` converts others.
+
+        Raises:
+            ValueError: It does not fit; names the parameter or group. Nothing is changed then.
+        """
+        self._init_all()
         loaded: dict[str, Any] = {}
+        before = dict(self.state)
+
+        def accept(_: torch.optim.Optimizer, final: dict[str, Any]) -> dict[str, Any]:
+            loaded.update(accept_state_dict(self.param_groups, final))
+            return loaded
+
         # the last pre-hook sees what the user's hooks made of the state dict, the first post-hook comes before theirs
         hooks = [
-            self.register_load_state_dict_pre_hook(lambda _, final: loaded.update(final)),
-            self.register_load_state_dict_post_hook(lambda _: self._restore_momentum(loaded), prepend=True),
+            self.register_load_state_dict_pre_hook(accept),
+            self.register_load_state_dict_post_hook(lambda _: self._complete_state(loaded, before), prepend=True),
         ]
         try:
             super().load_state_dict(state_dict)
@@ -177,14 +212,24 @@ class Muon(torch.optim.Optimizer):
             for hook in hooks:
                 hook.remove()
 
-    def _restore_momentum(self, loaded: dict[str, Any]) -> None:
-        """Takes back torch's cast of all state to the parameter's dtype."""
+    def _complete_state(self, loaded: dict[str, Any], before: dict[Tensor, dict[str, Any]]) -> None:
+        """Takes back torch's cast of all state to the parameter's dtype, and creates the state that was not saved."""
         for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
             for param, key in zip(group["params"], saved["params"], strict=True):
-                buffer = loaded["state"].get(key, {}).get("momentum_buffer")
-                if isinstance(buffer, Tensor):
-                    dtype = group.get("momentum_dtype") or param.dtype
-                    self.state[param]["momentum_buffer"] = buffer.to(dtype=dtype, device=param.device)
+                if key not in loaded["state"]:
+                    if loaded["state"]:
+                        self.state[param] = before[param]
+                elif group["optimizer"] == MUON:
+                    buffer = loaded["state"][key]["momentum_buffer"]
+                    self.state[param]["momentum_buffer"] = buffer.to(
+                        dtype=momentum_dtype(group, param), device=param.device
+                    )
+        self._init_all()
+
+    def _init_all(self, *, allow_meta: bool = False) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._init_state(group, param, allow_meta=allow_meta)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -206,12 +251,14 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                self._init_state(group, param, allow_meta=True)
+        self._init_all(allow_meta=True)
         present = self._checked_gradients()
         buckets = self._planned_buckets()
+        self._steps += 1
         gradients = self._with_absent(present)
+        if skips_step(self._nonfinite, list(self._named_params()), gradients):
+            self.skipped_steps += 1
+            return loss
         run(buckets, gradients, self._momentum, self._lane)
         for group in self.param_groups:
             if group["optimizer"] == ADAMW:
@@ -244,15 +291,7 @@ class Muon(torch.optim.Optimizer):
     def _init_state(self, group: dict[str, Any], param: Tensor, *, allow_meta: bool = False) -> None:
         if self.state[param] or (param.device.type == "meta" and not allow_meta):
             return
-        if group["optimizer"] == MUON:
-            dtype = group["momentum_dtype"] or param.dtype
-            self.state[param]["momentum_buffer"] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
-        else:
-            self.state[param].update(
-                step=torch.zeros(()),
-                exp_avg=torch.zeros_like(param, requires_grad=False),
-                exp_avg_sq=torch.zeros_like(param, requires_grad=False),
-            )
+        self.state[param].update(new_state(group, param))
 
     def _checked_gradients(self) -> dict[Tensor, Tensor]:
         """Returns the local gradients of this rank, after checking all of them."""
@@ -266,7 +305,7 @@ class Muon(torch.optim.Optimizer):
     def _with_absent(self, present: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Adds zeros for parameters that have a gradient on another rank only. Collective."""
         sharded = [param for _, param in self._named_params() if mesh_of(param) is not None]
-        absent = absent_here_only(sharded, present)
+        absent = absent_here_only(sharded, present, self._steps, options_text(self.param_groups))
         return present | {param: torch.zeros_like(local_tensor(param)) for param in absent}
 
     def explain(self) -> str:
@@ -287,7 +326,7 @@ class Muon(torch.optim.Optimizer):
             for index, group in groups:
                 options = MatrixOptions.from_group(group)
                 for name, param in zip(parameter_names(group, index), group["params"], strict=True):
-                    dtype = options.compute_dtype(group["momentum_dtype"] or param.dtype)
+                    dtype = options.compute_dtype(momentum_dtype(group, param))
                     entries.append(MatrixEntry(name, infer_layout(param, name), param.device.type, dtype, options))
                     owners.append((group, param))
             self._plan = _Planned(signature, build(entries, self._settings), entries, owners)
@@ -302,6 +341,7 @@ class Muon(torch.optim.Optimizer):
             matrices = [param for _, param in owners]
             in_buckets = set(matrices)
             others = [(name, param) for name, param in self._named_params() if param not in in_buckets]
+            check_groups(self.param_groups)
             check_agreement(planned.plans, planned.entries, matrices, others)
             math = compiled_orthogonalize() if self._compile else orthogonalize
             self._buckets = tuple(

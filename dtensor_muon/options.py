@@ -19,7 +19,7 @@ MATMUL_PRECISIONS = ("medium", "high", "highest")
 ADAMW_OPTIONS = frozenset({"lr", "weight_decay", "betas", "eps"})
 ADAMW_ONLY_OPTIONS = frozenset({"betas", "eps"})
 # keys that are no options: torch's own, and those that learning rate schedulers leave in a group
-_OTHER_KEYS = {
+OTHER_KEYS = {
     "params",
     "param_names",
     "optimizer",
@@ -76,7 +76,7 @@ def normalize_group(group: Mapping[str, Any], defaults: Mapping[str, Any], index
         NotImplementedError: A documented option that this version does not have.
     """
     where = f"param_groups[{index}]"
-    unknown = sorted(set(group) - set(defaults) - _OTHER_KEYS)
+    unknown = sorted(set(group) - set(defaults) - OTHER_KEYS)
     if unknown:
         known = ", ".join(sorted(set(defaults) | {"optimizer"}))
         raise ValueError(f"{where} has the unknown option {unknown[0]!r}; the options are {known}")
@@ -85,7 +85,7 @@ def normalize_group(group: Mapping[str, Any], defaults: Mapping[str, Any], index
     full["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
     if full["optimizer"] == "adam":
         full["optimizer"] = ADAMW
-    _check_values(full, where)
+    check_values(full, where)
     _warn_about_ignored(group, defaults, full["optimizer"], where)
     return full
 
@@ -126,7 +126,13 @@ def _places(params: Sequence[object], index: int) -> list[str]:
     return [f"param_groups[{index}]['params'][{place}]" for place in range(len(params))]
 
 
-def _check_values(group: Mapping[str, Any], where: str) -> None:
+def check_values(group: Mapping[str, Any], where: str) -> None:
+    """Checks the option values of a complete group.
+
+    Raises:
+        ValueError: A bad value; names `where`, the key and what is allowed.
+        NotImplementedError: A documented option that this version does not have.
+    """
     _choice(group, "optimizer", (MUON, ADAMW, "adam"), where)
     _number(group, "lr", where, at_least=0.0)
     _number(group, "weight_decay", where, at_least=0.0)

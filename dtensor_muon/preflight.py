@@ -1,6 +1,5 @@
 """What is checked before data moves: shards, gradients, and that all ranks are about to do the same."""
 
-import hashlib
 from collections.abc import Container, Sequence
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from dtensor_muon.agreement import STEPS_BETWEEN_CHECKS, check_drift, fingerprint
 from dtensor_muon.layout import ParamLayout, describe_tensor, local_sizes, local_tensor, mesh_of
 from dtensor_muon.plan import BucketPlan, MatrixEntry, describe
 from dtensor_muon.redistribute import agree, any_rank, gather_texts
@@ -61,7 +61,7 @@ def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
         )
 
 
-def absent_here_only(params: Sequence[Tensor], present: Container[Tensor]) -> list[Tensor]:
+def absent_here_only(params: Sequence[Tensor], present: Container[Tensor], steps: int, options: str) -> list[Tensor]:
     """Returns the parameters without a gradient on this rank that have one on another rank of their mesh.
 
     [Note: missing gradients] Every rank sends one flag per parameter and step, and only a rank that misses a gradient
@@ -70,7 +70,13 @@ def absent_here_only(params: Sequence[Tensor], present: Container[Tensor]) -> li
     Args:
         params: All DTensor parameters, in the same order on every rank.
         present: Those that have a gradient on this rank.
+        steps: Made by this rank; see [Note: agreement] in `agreement`.
+        options: `options_text` of this rank.
+
+    Raises:
+        RuntimeError: The ranks have drifted apart; noticed once in `STEPS_BETWEEN_CHECKS` steps.
     """
+    number = fingerprint(options)
     by_mesh: dict[DeviceMesh, list[Tensor]] = {}
     for param in params:
         mesh = mesh_of(param)
@@ -78,11 +84,16 @@ def absent_here_only(params: Sequence[Tensor], present: Container[Tensor]) -> li
             by_mesh.setdefault(mesh, []).append(param)
     absent: list[Tensor] = []
     for mesh, members in by_mesh.items():
-        flags = local_tensor(members[0]).new_ones(len(members), dtype=torch.int32)
+        flags = local_tensor(members[0]).new_ones(len(members) + 4, dtype=torch.int64)
+        # one fill each: a copy from a host tensor would wait for the device
+        for place, value in enumerate((steps, -steps, number, -number), start=len(members)):
+            flags[place].fill_(value)
         missing = [index for index, param in enumerate(members) if param not in present]
         for index in missing:
             flags[index] = 0
         anywhere = any_rank(mesh, flags)
+        if steps % STEPS_BETWEEN_CHECKS == 0:
+            check_drift(mesh, steps, options, anywhere[len(members) :].tolist())
         absent += [members[index] for index in missing if anywhere[index]]
     return absent
 
@@ -114,8 +125,7 @@ def check_agreement(
         mine = [f"AdamW on {name} {tuple(param.shape)}" for name, param in others if mesh_of(param) == mesh]
         mine += [f"bucket {describe(plan, entries)}" for plan in plans if plan.layout.mesh == mesh]
         text = "\n".join(mine)
-        fingerprint = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
-        if not agree(mesh, like, fingerprint):
+        if not agree(mesh, like, fingerprint(text)):
             _raise_disagreement(mine, gather_texts(mesh, text))
 
 

@@ -178,6 +178,13 @@ def any_rank(mesh: DeviceMesh, flags: Tensor) -> Tensor:
     return _reduce_over_mesh(flags, mesh)
 
 
+def reduce_over_axes(mesh: DeviceMesh, axes: Sequence[int], value: Tensor, operation: str) -> Tensor:
+    """Returns the `"sum"` or `"max"` of a tensor over some axes of a mesh. Collective over the axes."""
+    for axis in axes:
+        value = _redistribute(value, mesh, axis, Partial(operation), Replicate())
+    return value
+
+
 def gather_texts(mesh: DeviceMesh, text: str) -> list[str]:
     """Returns the texts of all ranks of a mesh. Collective over the mesh."""
     found = [text]

@@ -27,21 +27,27 @@ ORDER = [
     "explain",
     "redistribute",
     "distributed_ns",
+    "agreement",
     "preflight",
+    "nonfinite",
+    "clip",
+    "state",
     "lane",
     "schedule",
     "optimizer",
     "routing",
     "param_groups",
     "registry",
+    "models",
+    "bench",
     "titan",
     "cli",
     "__main__",
 ]
-# `preflight` and `layout` name the types DeviceMesh and DTensor; only `redistribute` moves data
-DISTRIBUTED = {"layout", "preflight", "redistribute", "titan"}
-MOVES_DATA = {"redistribute", "titan"}
-PRIVATE = {"layout", "redistribute", "titan"}
+# some rooms name the types DeviceMesh and DTensor only; in the step, `redistribute` alone moves data
+DISTRIBUTED = {"layout", "agreement", "preflight", "nonfinite", "clip", "state", "redistribute", "bench", "titan"}
+MOVES_DATA = {"redistribute", "bench", "titan"}
+PRIVATE = {"layout", "redistribute", "bench", "titan"}
 # what has no public name: whether the CPU multiplies bf16, and the common class of all convolutions
 PRIVATE_NAMES = {
     "newton_schulz": {"torch.cpu._is_avx512_bf16_supported", "torch.ops.mkldnn._is_mkldnn_bf16_supported"},

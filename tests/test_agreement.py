@@ -1,0 +1,64 @@
+"""Ranks that differ are told apart by name, at build or at the next check."""
+
+import pytest
+import torch
+from parity import EXACT, full_tensors, set_grad, sharded_params
+from ranks import RankFailedError, on_threads
+from simulated import LAYOUTS
+
+from dtensor_muon import Muon, preflight
+
+LAYOUT = LAYOUTS["fsdp0"]
+
+
+def build(rank, group_options, names=("a", "b", "v")):
+    params = sharded_params(rank, [(full, LAYOUT) for full in full_tensors([(8, 4), (8, 4), (8,)], 0)])
+    named = dict(zip(("a", "b", "v"), params, strict=True))
+    groups = [
+        {"params": [(name, named[name]) for name in names if name != "v"], **group_options},
+        {"params": [("v", named["v"])], "optimizer": "adamw"},
+    ]
+    return params, Muon(groups, **EXACT)
+
+
+def differs_at_build(rank, what):
+    odd = rank == 2
+    params, optimizer = build(
+        rank,
+        {"lr": 0.5} if odd and what == "lr" else {},
+        ("b", "a", "v") if odd and what == "order" else ("a", "b", "v"),
+    )
+    if odd and what == "eps":
+        optimizer.param_groups[1]["eps"] = 1e-3
+    before = [param.detach().to_local().clone() for param in params]
+    for param, grad in zip(params, full_tensors([(8, 4), (8, 4), (8,)], 1), strict=True):
+        set_grad(rank, param, grad, LAYOUT)
+    with pytest.raises(RuntimeError, match="different parameter groups") as error:
+        optimizer.step()
+    assert all(torch.equal(old, param.to_local()) for old, param in zip(before, params, strict=True))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("what", "named"), [("lr", "lr=0.5"), ("order", "parameter b"), ("eps", "eps=0.001")])
+def test_difference_at_build_is_named(what, named):
+    assert all(named in message for message in on_threads(4, differs_at_build, what))
+
+
+def drifts(rank, drift):
+    params, optimizer = build(rank, {})
+    for step in range(8):
+        if drift == "lr" and rank == 1 and step == 3:
+            optimizer.param_groups[1]["lr"] = 0.25
+        if drift == "steps" and rank == 1 and step == 3:
+            optimizer._steps += 1
+        for param, grad in zip(params, full_tensors([(8, 4), (8, 4), (8,)], step), strict=True):
+            set_grad(rank, param, grad, LAYOUT)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("drift", "message"), [("lr", "lr=0.25"), ("steps", "different numbers of steps")])
+def test_drift_is_noticed_at_the_next_check(monkeypatch, drift, message):
+    monkeypatch.setattr(preflight, "STEPS_BETWEEN_CHECKS", 5)
+    with pytest.raises(RankFailedError, match=message):
+        on_threads(4, drifts, drift)
+    on_threads(4, drifts, "none")

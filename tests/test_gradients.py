@@ -1,0 +1,245 @@
+"""Missing and non-finite gradients, and clipping: all ranks do the same, and nothing waits for nothing."""
+
+import warnings
+
+import pytest
+import torch
+from parity import EXACT, full_tensors, set_grad, sharded_params
+from ranks import GlooRanks, on_threads
+from simulated import LAYOUTS, Layout, R, S
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtensor_muon import Muon, clip_grad_norm_
+
+EXPERTS = Layout((2, 2), (S(0), R()), ((0, 0),), ("ep", "dp"))
+TENSORS = [
+    ((12, 20), LAYOUTS["fsdp0"]),
+    ((12, 20), LAYOUTS["fsdp0"]),
+    ((10, 9), LAYOUTS["fsdp_tp_col"]),
+    ((3, 6, 5), EXPERTS),
+    ((11,), LAYOUTS["fsdp0"]),
+    ((7,), LAYOUTS["fsdp_tp_norm"]),
+]
+SHAPES = [shape for shape, _ in TENSORS]
+
+
+@pytest.fixture(scope="module")
+def gloo():
+    ranks = GlooRanks(4)
+    yield lambda world, body, *args: ranks.run(body, *args)
+    ranks.stop()
+
+
+def build(rank, **options):
+    weights = full_tensors(SHAPES, 0, 0.1)
+    params = sharded_params(rank, [(weight, layout) for weight, (_, layout) in zip(weights, TENSORS, strict=True)])
+    plain = torch.nn.Parameter(torch.ones(4, 5))
+    named = [(f"p{index}", param) for index, param in enumerate(params)]
+    groups = [
+        {"params": [*named[:4], ("plain", plain)]},
+        {"params": named[4:], "optimizer": "adamw"},
+    ]
+    return params, plain, Muon(groups, **EXACT | options)
+
+
+def give_grads(rank, params, missing=(), zero=(), seed=1):
+    for index, grad in enumerate(full_tensors(SHAPES, seed)):
+        layout = TENSORS[index][1]
+        if (rank, index) in missing or (None, index) in missing:
+            params[index].grad = None
+            continue
+        set_grad(rank, params[index], grad, layout)
+        if (rank, index) in zero:
+            params[index].grad.to_local().zero_()
+
+
+def values_of(params, plain, optimizer):
+    tensors = [*params, plain, *(value for state in optimizer.state.values() for value in state.values())]
+    return [(t.detach().to_local() if hasattr(t, "to_local") else t.detach()).clone() for t in tensors]
+
+
+def one_step(rank, missing, zero):
+    params, plain, optimizer = build(rank)
+    give_grads(rank, params, missing, zero)
+    plain.grad = torch.ones(4, 5)
+    optimizer.step()
+    return values_of(params, plain, optimizer)
+
+
+PATTERNS = {
+    "one rank": [(0, 0)],
+    "another rank": [(3, 2)],
+    "all but one": [(rank, index) for rank in range(3) for index in range(6)],
+    "mixed": [(0, 0), (1, 0), (2, 3), (3, 3), (1, 4), (0, 5), (2, 5), (1, 2)],
+    "a rank without any": [(1, index) for index in range(6)],
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_missing_on_some_ranks_counts_as_zero(gloo, pattern):
+    missing = PATTERNS[pattern]
+    got = gloo(4, one_step, missing, [])
+    wanted = gloo(4, one_step, [], missing)
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def skipped_everywhere(rank, indices):
+    params, plain, optimizer = build(rank, weight_decay=0.1)
+    before = values_of(params, plain, optimizer)
+    give_grads(rank, params, [(None, index) for index in indices])
+    optimizer.step()
+    after = values_of(params, plain, optimizer)
+    return [torch.equal(a, b) for a, b in zip(before[:7], after[:7], strict=True)]
+
+
+@pytest.mark.parametrize("indices", [[0], [0, 1], [2], [3, 4], [5], list(range(6))])
+def test_missing_on_all_ranks_is_skipped(indices):
+    expected = [index in [*indices, 6] for index in range(7)]
+    assert on_threads(4, skipped_everywhere, indices) == [expected] * 4
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operations that read a tensor's value on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default):
+            tensor = args[0]
+            self.count += tensor.dtype != torch.float32 or tensor.ndim > 0
+        return func(*args, **(kwargs or {}))
+
+
+def host_reads(rank, nonfinite, missing):
+    params, _, optimizer = build(rank, nonfinite=nonfinite)
+    give_grads(rank, params)
+    optimizer.step()
+    give_grads(rank, params, missing)
+    with HostReads() as reads:
+        optimizer.step()
+    return reads.count
+
+
+def test_no_host_synchronization_when_every_gradient_is_there():
+    assert on_threads(4, host_reads, "propagate", []) == [0] * 4
+    # the negative controls: the counter does see reads
+    assert on_threads(4, host_reads, "skip", []) == [1] * 4
+    reads = on_threads(4, host_reads, "propagate", [(2, 0)])
+    assert reads[2] > 0
+    assert reads[:2] == [0, 0]
+
+
+def nonfinite_step(rank, mode, where, value):
+    params, plain, optimizer = build(rank, nonfinite=mode, weight_decay=0.1)
+    before = values_of(params, plain, optimizer)
+    give_grads(rank, params)
+    plain.grad = torch.ones(4, 5)
+    for bad_rank, index in where:
+        if rank == bad_rank:
+            target = plain.grad if index == 6 else params[index].grad.to_local()
+            target.view(-1)[-1] = value
+    message = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            optimizer.step()
+        except FloatingPointError as error:
+            message = str(error)
+    after = values_of(params, plain, optimizer)
+    message = message or "".join(str(w.message) for w in caught if "infinite" in str(w.message))
+    same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    skipped = optimizer.skipped_steps
+    give_grads(rank, params)
+    plain.grad = torch.ones(4, 5)
+    optimizer.step()
+    finite = all(bool(value.isfinite().all()) for value in values_of(params, plain, optimizer))
+    return {"same": same, "message": message, "skipped": skipped, "finite": finite}
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("where", [[(0, 0)], [(2, 2)], [(1, 3)], [(2, 4)], [(0, 6)], [(1, 1), (2, 5)]], ids=str)
+def test_skip_is_agreed_and_changes_nothing(gloo, where, value):
+    results = gloo(4, nonfinite_step, "skip", where, value)
+    assert all(result["same"] and result["skipped"] == 1 and result["finite"] for result in results)
+    for _, index in where:
+        name = "plain" if index == 6 else f"p{index}"
+        assert name in results[where[0][0]]["message"]
+        assert index == 6 or all(name in result["message"] for result in results if index in (0, 1, 4))
+
+
+@pytest.mark.parametrize("where", [[(0, 0)], [(3, 3)], [(1, 6)]], ids=str)
+def test_raise_is_agreed_and_changes_nothing(gloo, where):
+    results = gloo(4, nonfinite_step, "raise", where, float("nan"))
+    assert all(result["same"] and result["skipped"] == 0 and result["finite"] for result in results)
+    assert all("no parameter and no state has been changed" in result["message"] for result in results)
+
+
+def test_propagate_is_the_default_and_poisons():
+    results = on_threads(4, nonfinite_step, "propagate", [(0, 0)], float("inf"))
+    assert not any(result["same"] or result["message"] for result in results)
+    assert not results[0]["finite"]
+    assert Muon([torch.nn.Parameter(torch.ones(2, 2))])._nonfinite == "propagate"
+
+
+def test_unknown_choice():
+    with pytest.raises(ValueError, match="nonfinite is 'ignore'; it must be one of 'propagate', 'skip', 'raise'"):
+        Muon([torch.nn.Parameter(torch.ones(2, 2))], nonfinite="ignore")
+
+
+def test_grad_scaler_skips_and_goes_on():
+    param = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = Muon([param], nonfinite="skip", fp32_matmul_prec="highest")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    twin = torch.nn.Parameter(torch.ones(4, 4))
+    reference = Muon([twin], fp32_matmul_prec="highest")
+    for factor in (1.0, float("inf"), 1.0):
+        scaler.scale((param.square() * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if factor == 1.0:
+            twin.square().sum().backward()
+            reference.step()
+            reference.zero_grad()
+    assert scaler.get_scale() == 2.0**9
+    assert torch.equal(param, twin)
+
+
+def clip(rank, max_norm, scale, missing):
+    params, plain, _ = build(rank)
+    give_grads(rank, params, missing)
+    plain.grad = full_tensors([(4, 5)], 9)[0]
+    for param in (*params, plain):
+        if param.grad is not None:
+            (param.grad.to_local() if hasattr(param.grad, "to_local") else param.grad).mul_(scale)
+    norm = clip_grad_norm_((param for param in [*params, plain]), max_norm)
+    return norm, [None if p.grad is None else p.grad.to_local().clone() for p in params], plain.grad
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6, float("inf")])
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
+def test_clipping_is_that_of_the_unsharded_gradients(max_norm, scale):
+    full = [grad * scale for grad in [*full_tensors(SHAPES, 1), *full_tensors([(4, 5)], 9)]]
+    norm = sum(grad.double().square().sum() for grad in full).sqrt()
+    factor = min(1.0, max_norm / (float(norm) + 1e-6))
+    for rank, (got, grads, plain) in enumerate(on_threads(4, clip, max_norm, scale, [])):
+        assert type(got) is float
+        # sums of fp64 in another order
+        assert got == pytest.approx(float(norm), rel=1e-13)
+        wanted = [layout.cut(grad, rank) for grad, (_, layout) in zip(full, TENSORS, strict=False)]
+        for mine, theirs in zip([*grads, plain], [*wanted, full[-1]], strict=True):
+            assert torch.allclose(mine, theirs * factor, rtol=1e-6, atol=0)
+
+
+def test_clipping_is_the_same_number_on_every_rank(gloo):
+    results = gloo(4, clip, 1.0, 1.0, [(0, 0), (1, 4), (2, 3)])
+    assert len({norm for norm, _, _ in results}) == 1
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), "1"])
+def test_bad_max_norm(bad):
+    with pytest.raises(ValueError, match=r"max_norm is .*; it must be a number of at least 0"):
+        clip_grad_norm_([torch.nn.Parameter(torch.ones(2))], bad)
