@@ -245,16 +245,16 @@ def disagree(rank, name, what):
 @pytest.mark.parametrize(
     ("what", "named"),
     [
-        ("order", ": b, a"),
-        ("missing", ": a\n"),
-        ("no matrix", "nothing more\n"),
-        ("option", ": a, b\n"),
-        ("missing vector", "AdamW on c (16,)\n"),
+        ("order", "parameter b (12, 20)\n"),
+        ("missing", "parameter b (12, 20)\n"),
+        ("no matrix", "group of optimizer='muon'"),
+        ("option", "num_ns_steps"),
+        ("missing vector", "group of optimizer='adamw'"),
     ],
 )
 def test_ranks_with_different_plans_all_raise(gloo, name, what, named):
     for message, unchanged in gloo.run(disagree, name, what, timeout=40):
-        assert message.startswith("the ranks planned different steps; the first difference:\nthis rank:    ")
+        assert message.startswith("the ranks have different parameter groups.\nthis rank:    ")
         assert named in message
         assert "\nanother rank: " in message
         assert message.endswith("\nGive every rank the same parameters, in the same order, with the same options.")
