@@ -1,8 +1,19 @@
 """Shapes of the matrices of well-known models, for planning and benchmarks.
 
-A shape with three dims is a stack of experts. Sizes come from the models' published configurations: Llama 3 8B and 70B,
-Qwen3-30B-A3B, DeepSeek-V3.
+A shape with three dims is a stack of experts. The sizes are those of the published `config.json` or `params.json`:
+
+    llama3-8B, llama3-70B   A. Grattafiori et al., "The Llama 3 Herd of Models", table 3: width 4096 and 8192,
+                            feed-forward 14336 and 28672, 8 key-value heads of 128
+    qwen3-30B-A3B           A. Yang et al., "Qwen3 Technical Report": width 2048, 32 heads and 4 key-value heads of 128,
+                            128 experts of 768
+    deepseek-v3             A. Liu et al., "DeepSeek-V3 Technical Report", section 4.2: width 7168, 128 heads of
+                            128 + 64, latents of 1536 and 512 + 64, 256 experts of 2048 and a shared one, 3 dense
+                            layers of 18432
 """
+
+import math
+from collections import Counter
+from collections.abc import Sequence
 
 MODELS: dict[str, list[tuple[tuple[int, ...], int]]] = {
     "llama3-8B": [((4096, 4096), 64), ((1024, 4096), 64), ((14336, 4096), 64), ((4096, 14336), 32)],
@@ -31,3 +42,17 @@ def model_shapes(name: str, num_layers: int | None = None) -> list[tuple[int, ..
     if not 1 <= layers <= NUM_LAYERS[name]:
         raise ValueError(f"layers is {layers}; {name} has 1 to {NUM_LAYERS[name]}")
     return [shape for shape, count in MODELS[name] for _ in range(max(1, count * layers // NUM_LAYERS[name]))]
+
+
+def owner_share(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> list[tuple[int, ...]]:
+    """Returns the matrices of the busiest rank when those of each shape are shared out to `num_ranks` ranks.
+
+    Raises:
+        ValueError: Fewer than one rank.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"the matrices are shared out to {num_ranks} ranks; it must be at least 1")
+    counts: Counter[tuple[int, ...]] = Counter()
+    for shape in shapes:
+        counts[shape[-2:]] += math.prod(shape[:-2])
+    return [shape for shape, count in counts.items() for _ in range(-(-count // num_ranks))]

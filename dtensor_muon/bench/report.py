@@ -16,22 +16,27 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _row(result: Mapping[str, Any]) -> tuple[str, ...]:
-    error = result["error_to_fp64"]
+    error, fraction = result["error_to_fp64"], result["matmul_rate_fraction"]
     return (
         result["optimizer"],
         f"{result['ms']:.2f}",
         f"{result['gflop']:.3f}",
         f"{result['mb_sent']:.3f}",
-        f"{result['matmul_rate_fraction']:.0%} ({result['matmul_dtype']})",
+        "-" if fraction is None else f"{fraction:.0%} ({result['matmul_dtype']})",
         "-" if error is None else f"{error:.1e}",
         ", ".join(f"{name} x{count}" for name, count in result["collectives"].items()) or "none",
     )
 
 
-def write_json(path: Path, settings: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> None:
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a Markdown table."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in [columns, ["---"] * len(columns), *rows])
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes settings and results."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"settings": settings, "results": list(results)}, indent=2) + "\n")
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def write_chart(path: Path, title: str, results: Sequence[Mapping[str, Any]]) -> bool:

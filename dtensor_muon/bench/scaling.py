@@ -7,9 +7,12 @@ import torch.distributed as dist
 
 from dtensor_muon.bench.count import WorkCounter
 from dtensor_muon.bench.params import build_mesh, make_tensors
+from dtensor_muon.bench.report import markdown
 from dtensor_muon.optimizer import Muon
 
 WORLDS = (2, 4, 8, 16, 32, 64)
+# every count and every dim divides by 64
+SCALING_SHAPES = "512x512*128,1408x512*64,512x1408*64"
 
 
 def count_step(shapes: Sequence[Sequence[int]], layout: str, world: int, precision: str) -> tuple[float, float]:
@@ -36,10 +39,11 @@ def count_step(shapes: Sequence[Sequence[int]], layout: str, world: int, precisi
 
 def scaling_table(shapes: Sequence[Sequence[int]], layout: str, precision: str) -> str:
     """Returns a Markdown table of flops and bytes per rank; the products with the ranks stay constant."""
-    lines = ["| ranks | GFLOP a rank | x ranks | MB sent a rank | x ranks |", "|---|---|---|---|---|"]
+    rows = []
     for world in WORLDS:
         flops, sent = count_step(shapes, layout, world, precision)
-        lines.append(
-            f"| {world} | {flops / 1e9:.3f} | {flops * world / 1e9:.1f} | {sent / 1e6:.3f} | {sent * world / 1e6:.2f} |"
+        gflop, megabytes = flops / 1e9, sent / 1e6
+        rows.append(
+            (str(world), f"{gflop:.3f}", f"{gflop * world:.1f}", f"{megabytes:.3f}", f"{megabytes * world:.2f}")
         )
-    return "\n".join(lines)
+    return markdown(("ranks", "GFLOP a rank", "x ranks", "MB sent a rank", "x ranks"), rows)

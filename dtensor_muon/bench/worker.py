@@ -4,7 +4,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,47 +13,29 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_muon.bench.count import WorkCounter
 from dtensor_muon.bench.params import build_mesh, make_tensors
+from dtensor_muon.bench.peers import OPTIMIZERS, products_of
+from dtensor_muon.bench.settings import Settings
 from dtensor_muon.coefficients import get_coefficients
-from dtensor_muon.cost import DeviceProfile
-from dtensor_muon.functional import get_muon_scale_factor
-from dtensor_muon.newton_schulz import work_dtype
-from dtensor_muon.optimizer import Muon
 
-LR = 0.02
+# square matrices whose product measures the matmul rate: rows and repeats
+_RATE_CPU = (512, 10)
+_RATE_ACCELERATOR = (8192, 20)
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What to measure."""
+@dataclass(slots=True)
+class _Competitor:
+    name: str
+    optimizer: torch.optim.Optimizer
+    params: list[torch.nn.Parameter]
+    error: float | None
+    work: WorkCounter
+    seconds: list[float] = field(default_factory=list)
 
-    shapes: tuple[tuple[int, ...], ...]
-    layout: str
-    world: int
-    device_type: str
-    optimizers: tuple[str, ...]
-    iterations: int
-    precision: str
-    max_bucket_bytes: int | None
-
-
-def build_optimizer(name: str, params: list[torch.nn.Parameter], settings: Settings) -> torch.optim.Optimizer:
-    """Returns a competitor, without weight decay."""
-    if name == "dtensor_muon":
-        return Muon(
-            params,
-            lr=LR,
-            weight_decay=0.0,
-            coefficient_type="simple",
-            scale_mode="shape_scaling",
-            fp32_matmul_prec=settings.precision,
-            max_bucket_bytes=settings.max_bucket_bytes,
-        )
-    if name == "torch_muon":
-        return torch.optim.Muon(params, lr=LR, weight_decay=0.0)
-    return torch.optim.AdamW(params, lr=LR, weight_decay=0.0)
-
-
-OPTIMIZERS = ("dtensor_muon", "torch_muon", "torch_adamw")
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What it multiplies in; None when it multiplies nothing."""
+        counted = self.work.flops_by_dtype.most_common(1)
+        return counted[0][0] if counted else None
 
 
 def run_rank(rank: int, port: int, settings: Settings, queue: Any) -> None:
@@ -65,10 +47,9 @@ def run_rank(rank: int, port: int, settings: Settings, queue: Any) -> None:
             torch.set_num_threads(1)
         else:
             torch.accelerator.set_device_index(rank)
-        dist.init_process_group(
-            "gloo" if settings.device_type == "cpu" else "nccl", rank=rank, world_size=settings.world
-        )
-        results = _measure(settings, lambda text: queue.put({"progress": text}) if rank == 0 else None)
+        backend = dist.get_default_backend_for_device(settings.device_type)
+        dist.init_process_group(backend, rank=rank, world_size=settings.world)
+        results = measure(settings, lambda text: queue.put({"progress": text}) if rank == 0 else None)
         if rank == 0:
             queue.put({"results": results})
         dist.destroy_process_group()
@@ -76,48 +57,75 @@ def run_rank(rank: int, port: int, settings: Settings, queue: Any) -> None:
         queue.put({"error": f"rank {rank}: {type(error).__name__}: {error}"})
 
 
-def _measure(settings: Settings, progress: Callable[[str], object]) -> list[dict[str, Any]]:
+def measure(settings: Settings, progress: Callable[[str], object]) -> list[dict[str, Any]]:
+    """Times the steps of all optimizers in turns; every rank of the default process group calls it.
+
+    Args:
+        settings: What to measure.
+        progress: Gets a line of text now and then.
+
+    Returns:
+        One dict per optimizer, as the JSON file holds it.
+    """
     device = torch.device("cpu" if settings.device_type == "cpu" else f"{settings.device_type}:{dist.get_rank()}")
     mesh = build_mesh(settings.layout, settings.world, settings.device_type)
-    shapes = settings.shapes
-    grads = make_tensors(shapes, settings.layout, mesh, device, seed=1 + dist.get_rank(), scale=1e-3)
-    competitors: dict[str, tuple[torch.optim.Optimizer, list[torch.nn.Parameter], list[float]]] = {}
-    errors: dict[str, float | None] = {}
+    grads = make_tensors(settings.shapes, settings.layout, mesh, device, seed=1 + dist.get_rank(), scale=1e-3)
+    competitors = []
     for name in settings.optimizers:
-        progress(f"{name}: first step")
-        weights = make_tensors(shapes, settings.layout, mesh, device, seed=0, scale=0.02)
-        params = [torch.nn.Parameter(weight.clone()) for weight in weights]
-        optimizer = build_optimizer(name, params, settings)
-        _step(optimizer, params, grads, device)
-        errors[name] = None if name == "torch_adamw" else _update_error(weights[0], params[0], grads[0])
-        competitors[name] = optimizer, params, []
+        progress(f"{name}: first steps")
+        params = [
+            torch.nn.Parameter(weight)
+            for weight in make_tensors(settings.shapes, settings.layout, mesh, device, seed=0, scale=0.02)
+        ]
+        competitors.append(_first_steps(name, params, grads, settings, device))
+    dtypes = sorted({competitor.dtype for competitor in competitors if competitor.dtype}, key=str)
+    rates: dict[torch.dtype, list[float]] = {dtype: [] for dtype in dtypes}
     for iteration in range(settings.iterations):
         progress(f"step {iteration + 1} of {settings.iterations}")
-        for optimizer, params, seconds in competitors.values():
-            seconds.append(_step(optimizer, params, grads, device))
-    rate_dtype = work_dtype(
-        torch.bfloat16 if settings.precision == "medium" else torch.float32, settings.device_type, "plain", 512
-    )
-    rate = DeviceProfile.measure(settings.device_type).matmul_rates[rate_dtype]
-    results = []
-    for name, (optimizer, params, seconds) in competitors.items():
-        with WorkCounter() as counter:
-            _step(optimizer, params, grads, device)
-        flops, sent = _maximum(counter.flops, device), _maximum(counter.sent_bytes, device)
-        median = statistics.median(seconds)
-        results.append(
-            {
-                "optimizer": name,
-                "ms": 1e3 * median,
-                "gflop": flops / 1e9,
-                "mb_sent": sent / 1e6,
-                "collectives": dict(counter.collectives),
-                "matmul_rate_fraction": flops / median / rate,
-                "matmul_dtype": str(rate_dtype).removeprefix("torch."),
-                "error_to_fp64": errors[name],
-            }
-        )
-    return results
+        for competitor in competitors:
+            with products_of(competitor.name, settings.device_type):
+                competitor.seconds.append(_step(competitor.optimizer, competitor.params, grads, device))
+        for dtype in dtypes:
+            rates[dtype].append(_matmul_rate(device, dtype))
+    medians = {dtype: statistics.median(values) for dtype, values in rates.items()}
+    return [_result(competitor, medians, device) for competitor in competitors]
+
+
+def _first_steps(
+    name: str,
+    params: list[torch.nn.Parameter],
+    grads: Sequence[torch.Tensor],
+    settings: Settings,
+    device: torch.device,
+) -> _Competitor:
+    """Builds an optimizer, checks its first step and counts its second, which builds no plan any more."""
+    before = [param.detach().clone() for param in params]
+    optimizer = OPTIMIZERS[name](params, settings)
+    products = products_of(name, settings.device_type)
+    with products:
+        _step(optimizer, params, grads, device)
+    error = None if name == "torch_adamw" else _direction_error(before, params, grads, device)
+    with WorkCounter() as work, products:
+        _step(optimizer, params, grads, device, barrier=False)
+    return _Competitor(name, optimizer, params, error, work)
+
+
+def _result(competitor: _Competitor, rates: dict[torch.dtype, float], device: torch.device) -> dict[str, Any]:
+    work, dtype = competitor.work, competitor.dtype
+    median = statistics.median(competitor.seconds)
+    total_flops = _reduce(work.flops, device, dist.ReduceOp.SUM)
+    return {
+        "optimizer": competitor.name,
+        "ms": 1e3 * median,
+        "ms_all": [1e3 * seconds for seconds in competitor.seconds],
+        "gflop": _reduce(work.flops, device, dist.ReduceOp.MAX) / 1e9,
+        "mb_sent": _reduce(work.sent_bytes, device, dist.ReduceOp.MAX) / 1e6,
+        "collectives": dict(work.collectives),
+        "matmul_dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "matmul_gflops_per_second": None if dtype is None else rates[dtype] / 1e9,
+        "matmul_rate_fraction": None if dtype is None else total_flops / median / rates[dtype],
+        "error_to_fp64": competitor.error,
+    }
 
 
 def _step(
@@ -125,16 +133,39 @@ def _step(
     params: Sequence[torch.nn.Parameter],
     grads: Sequence[torch.Tensor],
     device: torch.device,
+    *,
+    barrier: bool = True,
 ) -> float:
-    """Returns the seconds that the slowest rank needs for a step."""
+    """Returns the seconds that the slowest rank needs for a step, 0 when they do not start together."""
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad.clone()
+    if not barrier:
+        optimizer.step()
+        return 0.0
+    seconds = _time(optimizer.step, device)
+    return _reduce(seconds, device, dist.ReduceOp.MAX)
+
+
+def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Returns the flops per second of all ranks together while all of them multiply."""
+    rows, repeats = _RATE_CPU if device.type == "cpu" else _RATE_ACCELERATOR
+    x = torch.ones(rows, rows, device=device, dtype=dtype)
+    out = torch.empty_like(x)
+
+    def multiply() -> None:
+        for _ in range(repeats):
+            torch.mm(x, x, out=out)
+
+    return _reduce(2 * rows**3 * repeats / _time(multiply, device), device, dist.ReduceOp.SUM)
+
+
+def _time(function: Callable[[], object], device: torch.device) -> float:
     _synchronize(device)
     dist.barrier()
     start = time.perf_counter()
-    optimizer.step()
+    function()
     _synchronize(device)
-    return _maximum(time.perf_counter() - start, device)
+    return time.perf_counter() - start
 
 
 def _synchronize(device: torch.device) -> None:
@@ -142,21 +173,47 @@ def _synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize()
 
 
-def _maximum(value: float, device: torch.device) -> float:
+def _reduce(value: float, device: torch.device, operation: dist.ReduceOp.RedOpType) -> float:
     tensor = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    dist.all_reduce(tensor, op=operation)
     return float(tensor)
 
 
-def _update_error(weight: torch.Tensor, param: torch.Tensor, grad: torch.Tensor) -> float:
-    """Relative error of the first update of one matrix against the iteration in fp64, from its formula."""
-    before, after, full = (x.full_tensor() if isinstance(x, DTensor) else x for x in (weight, param.detach(), grad))
-    rows, cols = full.shape[-2:]
-    x = full.double().reshape(-1, rows, cols)
+def _direction_error(
+    before: Sequence[torch.Tensor],
+    params: Sequence[torch.nn.Parameter],
+    grads: Sequence[torch.Tensor],
+    device: torch.device,
+) -> float:
+    """Returns the largest relative error of a first update, over one tensor of each shape.
+
+    The shapes are shared out to the ranks. Peers scale updates in their own ways, so the update is compared up to a
+    factor.
+    """
+    firsts = {tuple(param.shape): index for index, param in reversed(list(enumerate(params)))}
+    worst = 0.0
+    for turn, index in enumerate(firsts.values()):
+        old, new, grad = (_whole(tensor) for tensor in (before[index], params[index].detach(), grads[index]))
+        if turn % dist.get_world_size() == dist.get_rank():
+            update = old.double() - new.double()
+            wanted = _newton_schulz_fp64(grad)
+            wanted *= (update * wanted).sum() / wanted.square().sum()
+            worst = max(worst, float((update - wanted).norm() / wanted.norm()))
+    return _reduce(worst, device, dist.ReduceOp.MAX)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole
+
+
+def _newton_schulz_fp64(matrices: torch.Tensor) -> torch.Tensor:
+    """Returns the iteration of every matrix of a stack, from its formula."""
+    x = matrices.double()
     x = x / x.norm(dim=(-2, -1), keepdim=True)
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
     for a, b, c in get_coefficients("simple", 5):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    wanted = LR * get_muon_scale_factor(rows, cols, "shape_scaling") * x.reshape(full.shape)
-    got = before.double() - after.double()
-    return float((got - wanted).norm() / wanted.norm())
+    return x.mT if tall else x
