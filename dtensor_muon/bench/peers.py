@@ -1,8 +1,8 @@
 """The optimizers that are timed beside each other."""
 
 import importlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -82,14 +82,19 @@ def default_optimizers() -> tuple[str, ...]:
     return tuple(name for name in OPTIMIZERS if name != "dtensor_muon_per_matrix" and not missing_packages(name))
 
 
-def products_of(name: str, device_type: str) -> AbstractContextManager[Any]:
-    """Returns the context in which an optimizer steps: peers multiply in the dtype that dtensor_muon would choose.
+@contextmanager
+def products_of(name: str, device_type: str) -> Iterator[None]:
+    """The context in which an optimizer steps: peers multiply in the dtype that dtensor_muon would choose.
 
     torch only emulates bf16 products on a CPU without instructions for them, at a hundredth of the speed: then the
-    peers would lose by their choice of dtype, whatever else they do.
+    peers would lose by their choice of dtype, whatever else they do. What they compile runs eagerly there.
     """
     emulated = work_dtype(torch.bfloat16, device_type, "plain", 512) is not torch.bfloat16
-    return Fp32Products() if emulated and not name.startswith("dtensor_muon") else nullcontext()
+    if name.startswith("dtensor_muon") or not emulated:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"), Fp32Products():
+        yield
 
 
 class Fp32Products(TorchDispatchMode):
