@@ -13,7 +13,7 @@ from dtensor_muon.bench import report
 from dtensor_muon.bench.count import plain_flops
 from dtensor_muon.bench.launch import run_ranks
 from dtensor_muon.bench.local import newton_schulz_table
-from dtensor_muon.bench.params import DEFAULT_SHAPES, LAYOUTS, parse_shapes
+from dtensor_muon.bench.params import DEFAULT_SHAPES, LAYOUTS, check_layout, parse_shapes
 from dtensor_muon.bench.peers import OPTIMIZERS, default_optimizers, missing_packages
 from dtensor_muon.bench.scaling import SCALING_SHAPES, scaling_table
 from dtensor_muon.bench.settings import Settings
@@ -124,6 +124,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     if world < 1:
         raise ValueError(f"--world is {world}; it must be at least 1")
     _check_devices(args.device, world)
+    check_layout(shapes, layout, world)
     return Settings(
         tuple(shapes), layout, world, args.device, names, args.iterations, args.precision, args.max_bucket_bytes
     )

@@ -34,11 +34,13 @@ def run_ranks(settings: Settings, timeout: float) -> list[dict[str, Any]]:
     for worker in workers:
         worker.start()
     try:
-        return _collect(queue, workers, timeout)
+        results = _collect(queue, workers, timeout)
+        for worker in workers:
+            worker.join(5)
+        return results
     finally:
         print(file=sys.stderr)
         for worker in workers:
-            worker.join(2)
             worker.kill()
 
 

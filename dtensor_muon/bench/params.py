@@ -28,38 +28,25 @@ def parse_shapes(text: str) -> list[tuple[int, ...]]:
     return shapes
 
 
+def check_layout(shapes: Sequence[Sequence[int]], layout: str, world: int) -> None:
+    """Checks that the shapes can be laid on so many ranks.
+
+    Raises:
+        ValueError: An unknown layout, a world that it cannot be laid on, or a dim that the ranks do not divide.
+    """
+    sizes, _ = _mesh_shape(layout, world)
+    for shape in shapes:
+        _local_shape(shape, layout, sizes)
+
+
 def build_mesh(layout: str, world: int, device_type: str) -> DeviceMesh | None:
     """Returns the mesh of a layout, None for plain tensors.
 
     Raises:
         ValueError: An unknown layout, or a world that it cannot be laid on.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}")
-    if layout == "plain":
-        return None
-    if layout in ("hsdp", "fsdp_tp_row", "fsdp_tp_col"):
-        if world < 4 or world % 2:
-            raise ValueError(f"world is {world}; layout {layout!r} needs an even number of at least 4")
-        names = ("dp_replicate", "fsdp") if layout == "hsdp" else ("fsdp", "tp")
-        shape = (2, world // 2) if layout == "hsdp" else (world // 2, 2)
-        return init_device_mesh(device_type, shape, mesh_dim_names=names)
-    return init_device_mesh(device_type, (world,), mesh_dim_names=("tp" if layout.startswith("tp") else "fsdp",))
-
-
-def placements_of(layout: str, ndim: int, mesh: DeviceMesh) -> list[Placement]:
-    """Returns the placements of a matrix, or of a stack of matrices, whose rows or columns are sharded."""
-    rows, cols = ndim - 2, ndim - 1
-    table: dict[str, list[Placement]] = {
-        "fsdp0": [Shard(rows)],
-        "fsdp1": [Shard(cols)],
-        "tp_col": [Shard(rows)],
-        "tp_row": [Shard(cols)],
-        "hsdp": [Replicate(), Shard(rows)],
-        "fsdp_tp_row": [Shard(rows), Shard(cols)],
-        "fsdp_tp_col": [_StridedShard(rows, split_factor=mesh.size(-1)), Shard(rows)],
-    }
-    return table[layout]
+    sizes, names = _mesh_shape(layout, world)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names) if sizes else None
 
 
 def make_tensors(
@@ -71,22 +58,58 @@ def make_tensors(
         ValueError: A dim that the ranks do not divide: the benchmark measures even shards.
     """
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+    sizes = () if mesh is None else mesh.shape
     tensors: list[torch.Tensor] = []
     for shape in shapes:
-        local = list(shape)
+        x = torch.randn(_local_shape(shape, layout, sizes), device=device, generator=generator) * scale
         if mesh is not None:
-            placements = placements_of(layout, len(shape), mesh)
-            for axis, placement in enumerate(placements):
-                if not placement.is_replicate():
-                    dim = placement.dim  # type: ignore[attr-defined]
-                    if local[dim] % mesh.size(axis):
-                        raise ValueError(
-                            f"shape {tuple(shape)}: {local[dim]} does not divide by {mesh.size(axis)} ranks"
-                        )
-                    local[dim] //= mesh.size(axis)
-        x = torch.randn(local, device=device, generator=generator) * scale
-        if mesh is not None:
+            placements = _placements(layout, len(shape), sizes)
             strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
             x = DTensor.from_local(x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides))
         tensors.append(x)
     return tensors
+
+
+def _mesh_shape(layout: str, world: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Returns sizes and names of the mesh axes, none for plain tensors."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}")
+    if layout == "plain":
+        return (), ()
+    if layout in ("hsdp", "fsdp_tp_row", "fsdp_tp_col"):
+        if world < 4 or world % 2:
+            raise ValueError(f"world is {world}; layout {layout!r} needs an even number of at least 4")
+        if layout == "hsdp":
+            return (2, world // 2), ("dp_replicate", "fsdp")
+        return (world // 2, 2), ("fsdp", "tp")
+    return (world,), ("tp" if layout.startswith("tp") else "fsdp",)
+
+
+def _placements(layout: str, ndim: int, sizes: Sequence[int]) -> list[Placement]:
+    """Returns the placements of a matrix, or of a stack of matrices, whose rows or columns are sharded."""
+    rows, cols = ndim - 2, ndim - 1
+    table: dict[str, list[Placement]] = {
+        "plain": [],
+        "fsdp0": [Shard(rows)],
+        "fsdp1": [Shard(cols)],
+        "tp_col": [Shard(rows)],
+        "tp_row": [Shard(cols)],
+        "hsdp": [Replicate(), Shard(rows)],
+        "fsdp_tp_row": [Shard(rows), Shard(cols)],
+        "fsdp_tp_col": [_StridedShard(rows, split_factor=sizes[-1] if sizes else 1), Shard(rows)],
+    }
+    return table[layout]
+
+
+def _local_shape(shape: Sequence[int], layout: str, sizes: Sequence[int]) -> list[int]:
+    """Returns the shape of a rank's shard."""
+    local = list(shape)
+    for size, placement in zip(sizes, _placements(layout, len(shape), sizes), strict=True):
+        if not placement.is_replicate():
+            dim = placement.dim  # type: ignore[attr-defined]
+            if local[dim] % size:
+                raise ValueError(
+                    f"shape {tuple(shape)}, layout {layout!r}: {local[dim]} does not divide by {size} ranks"
+                )
+            local[dim] //= size
+    return local

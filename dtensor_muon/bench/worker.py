@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -203,16 +203,16 @@ def _direction_error(
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return cast(torch.Tensor, tensor.full_tensor()) if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _newton_schulz_fp64(matrices: torch.Tensor) -> torch.Tensor:
     """Returns the iteration of every matrix of a stack, from its formula."""
-    x = matrices.double()
-    x = x / x.norm(dim=(-2, -1), keepdim=True)
+    x: torch.Tensor = matrices.double()
+    x = x / torch.linalg.matrix_norm(x, keepdim=True)
     tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
+    x = x.transpose(-2, -1) if tall else x
     for a, b, c in get_coefficients("simple", 5):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+    return x.transpose(-2, -1) if tall else x
