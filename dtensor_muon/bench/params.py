@@ -52,13 +52,18 @@ def build_mesh(layout: str, world: int, device_type: str) -> DeviceMesh | None:
 def make_tensors(
     shapes: Sequence[Sequence[int]], layout: str, mesh: DeviceMesh | None, device: torch.device, seed: int, scale: float
 ) -> list[torch.Tensor]:
-    """Returns tensors of random values, each rank making its own shard only.
+    """Returns tensors of random values, each rank making its own shard only; replicas are equal.
 
     Raises:
         ValueError: A dim that the ranks do not divide: the benchmark measures even shards.
     """
-    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
     sizes = () if mesh is None else mesh.shape
+    shard = 0
+    if mesh is not None:
+        for axis, placement in enumerate(_placements(layout, 2, sizes)):
+            if not placement.is_replicate():
+                shard = shard * sizes[axis] + mesh.get_local_rank(axis)
+    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(2**32 * seed + shard)
     tensors: list[torch.Tensor] = []
     for shape in shapes:
         x = torch.randn(_local_shape(shape, layout, sizes), device=device, generator=generator) * scale

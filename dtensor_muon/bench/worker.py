@@ -69,7 +69,7 @@ def measure(settings: Settings, progress: Callable[[str], object]) -> list[dict[
     """
     device = torch.device("cpu" if settings.device_type == "cpu" else f"{settings.device_type}:{dist.get_rank()}")
     mesh = build_mesh(settings.layout, settings.world, settings.device_type)
-    grads = make_tensors(settings.shapes, settings.layout, mesh, device, seed=1 + dist.get_rank(), scale=1e-3)
+    grads = make_tensors(settings.shapes, settings.layout, mesh, device, seed=1, scale=1e-3)
     competitors = []
     for name in settings.optimizers:
         progress(f"{name}: first steps")
