@@ -119,10 +119,11 @@ OPTIONS: dict[str, Option] = {
     "device_profile": _choice(PROFILES),
     "max_bucket_bytes": Option(int, "a whole number >= 1", _positive_int),
     "compile": _BOOL,
+    "nonfinite": _choice(_names("propagate", "skip", "raise")),
 }
 
 # Arguments of the whole optimizer; parameter groups take all others.
-OPTIMIZER_WIDE = ("device_profile", "max_bucket_bytes", "compile")
+OPTIMIZER_WIDE = ("device_profile", "max_bucket_bytes", "compile", "nonfinite")
 
 # Values for the AdamW groups that differ from the Muon groups'.
 ADAMW_OPTIONS: dict[str, Option] = {f"adamw_{name}": OPTIONS[name] for name in ("lr", "weight_decay")}
