@@ -140,6 +140,7 @@ def test_chart_is_drawn(tmp_path, monkeypatch):
     axes = types.SimpleNamespace(
         barh=lambda names, times: drawn.append((names, times)),
         bar_label=ignore,
+        margins=ignore,
         invert_yaxis=ignore,
         set_xlabel=ignore,
         set_title=ignore,
