@@ -94,6 +94,13 @@ def test_owner_flops_and_bytes_per_rank(world):
     assert sent == 2 * 2 * 8 * 64 * 96 * (world - 1) / world**2
 
 
+def test_scaling_table(capsys):
+    assert cli.main(["bench", "--scaling", "--shapes", "64x64*64", "--layout", "hsdp"]) == 0
+    _, _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in lines] == ["| 4", "| 8", "| 16", "| 32", "| 64"]
+    assert len({line.split(" | ")[2] for line in lines}) == 1
+
+
 def test_tiny_run_writes_its_results(tmp_path, capsys):
     flags = ["--shapes", "16x24*2", "--world", "2", "--iterations", "2", "--timeout", "60", "--out", str(tmp_path)]
     assert cli.main(["bench", *flags, "--optimizers", "dtensor_muon,torch_muon,torch_adamw"]) == 0
@@ -196,7 +203,7 @@ def test_suite_runs_every_case_beside_the_installed_peers(monkeypatch):
     def run_case(settings):
         return [row | {"optimizer": name, "ms": 2.0 + len(name)} for name in settings.optimizers]
 
-    table, cases = run_suite(run_case, "cpu", 1)
+    table, cases = run_suite(run_case, "cpu", 1, "medium")
     assert len(cases) == len(CASES)
     lines = table.splitlines()
     assert (
@@ -219,10 +226,12 @@ def test_iterations_alone():
         (["--optimizers", "sgd"], "--optimizers has 'sgd'; the choices are dtensor_muon"),
         (["--world", "0"], "--world is 0; it must be at least 1"),
         (["--iterations", "0"], "--iterations is 0; it must be at least 1"),
+        (["--suite", "--owner-of", "2"], "--suite does not use --owner-of; leave one of them out"),
+        (["--newton-schulz", "--world", "2"], "--newton-schulz does not use --world; leave one of them out"),
         (["--layers", "2"], "there is no --model"),
         (["--owner-of", "0"], "shared out to 0 ranks; it must be at least 1"),
         (["--owner-of", "4", "--world", "2"], "--owner-of 4 is one rank with plain tensors; leave out --world 2"),
-        (["--device", "cuda", "--world", "999"], "--device cuda with 999 ranks: this machine has"),
+        (["--device", "cuda", "--world", "999"], "--device cuda: 999 ranks need one device each, this machine has"),
         (["--layout", "hsdp", "--world", "2", "--shapes", "8x8"], "layout 'hsdp' needs an even number of at least 4"),
         (["--shapes", "15x24"], "shape (15, 24), layout 'fsdp0': 15 does not divide by 2 ranks"),
         (["--speed", "9"], "unknown arguments: --speed 9"),

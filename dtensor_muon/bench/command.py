@@ -21,6 +21,13 @@ from dtensor_muon.bench.suite import run_suite
 from dtensor_muon.models import MODELS, model_shapes, owner_share
 from dtensor_muon.options import MATMUL_PRECISIONS
 
+# flags that mean nothing beside one of these
+_UNUSED = {
+    "scaling": ("owner_of", "world", "optimizers", "max_bucket_bytes"),
+    "suite": ("shapes", "model", "layers", "owner_of", "layout", "world", "optimizers", "max_bucket_bytes"),
+    "newton_schulz": ("layout", "world", "optimizers", "max_bucket_bytes"),
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `python -m dtensor_muon bench`."""
@@ -59,6 +66,10 @@ def run(args: argparse.Namespace) -> None:
     """
     if args.iterations < 1:
         raise ValueError(f"--iterations is {args.iterations}; it must be at least 1")
+    for mode, unused in _UNUSED.items():
+        for flag in unused:
+            if getattr(args, mode) and getattr(args, flag) is not None:
+                raise ValueError(f"--{mode} does not use --{flag}; leave one of them out".replace("_", "-"))
     if args.scaling:
         print(scaling_table(_shapes(args, SCALING_SHAPES), args.layout or "fsdp0", args.precision))
     elif args.newton_schulz:
@@ -67,7 +78,9 @@ def run(args: argparse.Namespace) -> None:
         print(newton_schulz_table(_shapes(args, DEFAULT_SHAPES), args.device, dtype, args.iterations))
     elif args.suite:
         _check_devices(args.device, 4)
-        table, cases = run_suite(lambda case: run_ranks(case, args.timeout), args.device, args.iterations)
+        table, cases = run_suite(
+            lambda case: run_ranks(case, args.timeout), args.device, args.iterations, args.precision
+        )
         print(table)
         _write(args.out / "suite.json", {"machine": _machine(args.device), "cases": cases})
     else:
@@ -146,7 +159,7 @@ def _optimizers(text: str | None) -> tuple[str, ...]:
 def _check_devices(device_type: str, world: int) -> None:
     if device_type != "cpu" and world > _device_count(device_type):
         raise ValueError(
-            f"--device {device_type} with {world} ranks: this machine has {_device_count(device_type)} such devices"
+            f"--device {device_type}: {world} ranks need one device each, this machine has {_device_count(device_type)}"
         )
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 DEFAULT_SHAPES = "512x512*8,1376x512*4,512x1376*4"
 LAYOUTS = ("plain", "fsdp0", "fsdp1", "tp_col", "tp_row", "hsdp", "fsdp_tp_row", "fsdp_tp_col")
+TWO_AXES = ("hsdp", "fsdp_tp_row", "fsdp_tp_col")
 
 
 def parse_shapes(text: str) -> list[tuple[int, ...]]:
@@ -81,7 +82,7 @@ def _mesh_shape(layout: str, world: int) -> tuple[tuple[int, ...], tuple[str, ..
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}")
     if layout == "plain":
         return (), ()
-    if layout in ("hsdp", "fsdp_tp_row", "fsdp_tp_col"):
+    if layout in TWO_AXES:
         if world < 4 or world % 2:
             raise ValueError(f"world is {world}; layout {layout!r} needs an even number of at least 4")
         if layout == "hsdp":

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from dtensor_muon.bench.count import WorkCounter
-from dtensor_muon.bench.params import build_mesh, make_tensors
+from dtensor_muon.bench.params import TWO_AXES, build_mesh, make_tensors
 from dtensor_muon.bench.report import markdown
 from dtensor_muon.optimizer import Muon
 
@@ -40,7 +40,7 @@ def count_step(shapes: Sequence[Sequence[int]], layout: str, world: int, precisi
 def scaling_table(shapes: Sequence[Sequence[int]], layout: str, precision: str) -> str:
     """Returns a Markdown table of flops and bytes per rank; the products with the ranks stay constant."""
     rows = []
-    for world in WORLDS:
+    for world in WORLDS[layout in TWO_AXES :]:
         flops, sent = count_step(shapes, layout, world, precision)
         gflop, megabytes = flops / 1e9, sent / 1e6
         rows.append(

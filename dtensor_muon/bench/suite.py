@@ -26,7 +26,7 @@ _COLUMNS = (
 
 
 def run_suite(
-    run_case: Callable[[Settings], list[dict[str, Any]]], device_type: str, iterations: int
+    run_case: Callable[[Settings], list[dict[str, Any]]], device_type: str, iterations: int, precision: str
 ) -> tuple[str, list[dict[str, Any]]]:
     """Runs all cases.
 
@@ -34,6 +34,7 @@ def run_suite(
         run_case: Starts the ranks of one case.
         device_type: Where.
         iterations: Timed steps of each optimizer.
+        precision: `fp32_matmul_prec` of dtensor_muon.
 
     Returns:
         The table, and `{"world", "layout", "shapes", "results"}` per case.
@@ -45,7 +46,7 @@ def run_suite(
         names = default_optimizers()
         if text == SMALL_SHAPES:
             names = ("dtensor_muon", "dtensor_muon_per_matrix", *names[1:])
-        results = run_case(Settings(shapes, layout, world, device_type, names, iterations))
+        results = run_case(Settings(shapes, layout, world, device_type, names, iterations, precision))
         cases.append({"world": world, "layout": layout, "shapes": text, "results": results})
         rows += [(str(world), layout, text, *row) for row in _rows(results, plain_flops(shapes) / world / 1e9)]
     return markdown(_COLUMNS, rows), cases
