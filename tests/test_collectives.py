@@ -157,7 +157,7 @@ class TestCollectives(TestCase):
         self.assertExpectedInline(
             collectives(LAYOUTS["fsdp0"], ONE, first=True),
             """\
-2 all_reduce
+3 all_reduce
 2 shard_dim_alltoall""",
         )
 
