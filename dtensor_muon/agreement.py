@@ -71,10 +71,6 @@ def _raise_difference(mine: Sequence[str], texts: Sequence[str]) -> None:
                     f"the ranks have different parameter groups.\nthis rank:    {pair[0]}\nanother rank: {pair[1]}\n"
                     "Give every rank the same parameters, in the same order, with the same options."
                 )
-    raise RuntimeError(
-        "other ranks of this mesh have different parameter groups; give every rank the same parameters, "
-        "in the same order, with the same options"
-    )
 
 
 def options_text(param_groups: Sequence[Mapping[str, Any]]) -> str:

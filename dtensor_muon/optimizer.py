@@ -338,11 +338,8 @@ class Muon(torch.optim.Optimizer):
         planned = self._planned()
         if self._buckets is None:
             owners = planned.owners
-            matrices = [param for _, param in owners]
-            in_buckets = set(matrices)
-            others = [(name, param) for name, param in self._named_params() if param not in in_buckets]
             check_groups(self.param_groups)
-            check_agreement(planned.plans, planned.entries, matrices, others)
+            check_agreement(planned.plans, planned.entries, [param for _, param in owners])
             math = compiled_orthogonalize() if self._compile else orthogonalize
             self._buckets = tuple(
                 Bucket(plan, BucketMover(plan), _segments([owners[member] for member in plan.members]), math)

@@ -98,32 +98,26 @@ def absent_here_only(params: Sequence[Tensor], present: Container[Tensor], steps
     return absent
 
 
-def check_agreement(
-    plans: Sequence[BucketPlan],
-    entries: Sequence[MatrixEntry],
-    params: Sequence[Tensor],
-    others: Sequence[tuple[str, Tensor]],
-) -> None:
-    """Checks on every mesh that all its ranks are about to do the same. Collective over the meshes.
+def check_agreement(plans: Sequence[BucketPlan], entries: Sequence[MatrixEntry], params: Sequence[Tensor]) -> None:
+    """Checks on every mesh that all its ranks have the same plan. Collective over the meshes.
+
+    The ranks have the same groups: see `agreement.check_groups`.
 
     Args:
         plans: The buckets.
         entries: What they were built from.
         params: The parameter of each entry.
-        others: Names and parameters of the AdamW groups: they move no data, but have flags in `absent_here_only`.
 
     Raises:
-        RuntimeError: The ranks differ; names the first bucket or parameter that does, and both versions of it.
+        RuntimeError: The plans differ; names the first bucket that does, and both versions of it.
     """
     likes: dict[DeviceMesh, Tensor] = {}
-    named = [(entry.name, param) for entry, param in zip(entries, params, strict=True)]
-    for _, param in (*named, *others):
+    for param in params:
         mesh = mesh_of(param)
         if mesh is not None and mesh.device_type != "meta" and mesh.size() > 1:
             likes.setdefault(mesh, local_tensor(param))
     for mesh, like in likes.items():
-        mine = [f"AdamW on {name} {tuple(param.shape)}" for name, param in others if mesh_of(param) == mesh]
-        mine += [f"bucket {describe(plan, entries)}" for plan in plans if plan.layout.mesh == mesh]
+        mine = [f"bucket {describe(plan, entries)}" for plan in plans if plan.layout.mesh == mesh]
         text = "\n".join(mine)
         if not agree(mesh, like, fingerprint(text)):
             _raise_disagreement(mine, gather_texts(mesh, text))

@@ -225,9 +225,11 @@ def disagree(rank, name, what):
             matrices.clear()
         elif what == "missing vector":
             vectors.clear()
+        elif what == "memory":
+            options["max_bucket_bytes"] = 2000
         else:
             options["num_ns_steps"] = 4
-    for param, _grad in zip(params, full_tensors(shapes, 1), strict=True):
+    for param in params:
         param.grad = param.detach().clone()
     before = [param.to_local().clone() for param in params]
     groups = [
@@ -258,6 +260,17 @@ def test_ranks_with_different_plans_all_raise(gloo, name, what, named):
         assert named in message
         assert "\nanother rank: " in message
         assert message.endswith("\nGive every rank the same parameters, in the same order, with the same options.")
+        assert unchanged
+
+
+@pytest.mark.parametrize("name", ["fsdp0", "fsdp_tp_row"])
+def test_ranks_with_the_same_groups_but_other_buckets_all_raise(gloo, name):
+    for message, unchanged in gloo.run(disagree, name, "memory", timeout=40):
+        assert message.startswith(
+            "the ranks planned different steps; the first difference:\nthis rank:    bucket (12, 20)"
+        )
+        assert ": a, b\n" in message
+        assert ": a\n" in message
         assert unchanged
 
 
