@@ -22,6 +22,7 @@ from dtensor_muon.options import (
     MatrixOptions,
     check_dtype,
     check_matrix,
+    check_values,
     normalize_group,
     parameter_names,
 )
@@ -245,12 +246,16 @@ class Muon(torch.optim.Optimizer):
             closure: Evaluates the model again and returns the loss.
 
         Raises:
-            ValueError: A gradient does not fit its parameter. No parameter has changed and no collective run then.
+            ValueError: A gradient does not fit its parameter, or an option of a group has become invalid. No parameter
+                has changed and no collective run then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for index, group in enumerate(self.param_groups):
+            # an lr is the scheduler's: its rounding may fall just below zero
+            check_values({**group, "lr": 0.0}, f"param_groups[{index}]")
         self._init_all(allow_meta=True)
         present = self._checked_gradients()
         buckets = self._planned_buckets()

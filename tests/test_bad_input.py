@@ -338,3 +338,18 @@ def test_sharded_parameters(kind, error, start, end):
     assert message.startswith(start)
     assert message.endswith(end)
     assert collectives == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("momentum", 2.0), ("weight_decay", -3.0), ("tp_mode", "zz"), ("scale_mode", "zz"), ("num_ns_steps", 0)],
+)
+def test_an_option_that_becomes_invalid_later_changes_nothing(key, value):
+    param = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = Muon([param])
+    param.grad = torch.ones(4, 4)
+    optimizer.param_groups[0][key] = value
+    with pytest.raises(ValueError, match=r"param_groups\[0\]"):
+        optimizer.step()
+    assert torch.equal(param, torch.ones(4, 4))
+    assert not optimizer.state[param]["momentum_buffer"].any()
