@@ -4,6 +4,7 @@ from dtensor_muon.clip import clip_grad_norm_
 from dtensor_muon.coefficients import get_supported_coefficient_types, validate_coefficient_type
 from dtensor_muon.cost import DeviceProfile
 from dtensor_muon.functional import get_muon_scale_factor
+from dtensor_muon.fused import FusedDim
 from dtensor_muon.layout import ParamLayout, infer_layout
 from dtensor_muon.newton_schulz import newton_schulz
 from dtensor_muon.optimizer import Muon
@@ -13,6 +14,7 @@ from dtensor_muon.state import convert_heavy_ball
 
 __all__ = [
     "DeviceProfile",
+    "FusedDim",
     "Muon",
     "OptimizerSpec",
     "ParamLayout",

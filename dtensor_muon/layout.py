@@ -10,11 +10,11 @@ that TP has sharded already, but stands left of it in the mesh). Every cut follo
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 # Mesh axis names that mean tensor parallelism: torch's tutorials and torchtitan, expert tensor parallelism, Megatron.
@@ -160,6 +160,18 @@ def _application_order(axes: Sequence[tuple[ShardedAxis, int]], name: str, param
             )
         order.insert(position, axis)
     return order
+
+
+def move_dims(layout: ParamLayout, shape: tuple[int, ...], new_dims: Sequence[int]) -> ParamLayout:
+    """Returns the layout after dim `d` has become dim `new_dims[d]` of a tensor of another shape."""
+
+    def placed(placement: Placement) -> Placement:
+        if isinstance(placement, _StridedShard):
+            return _StridedShard(new_dims[_dim_of(placement)], split_factor=placement.split_factor)
+        return placement if placement.is_replicate() else Shard(new_dims[_dim_of(placement)])
+
+    axes = tuple(axis if axis.dim is None else replace(axis, dim=new_dims[axis.dim]) for axis in layout.axes)
+    return replace(layout, shape=shape, placements=tuple(map(placed, layout.placements)), axes=axes)
 
 
 def local_sizes(layout: ParamLayout) -> tuple[dict[int, int], tuple[int, ...]]:
