@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dtensor_muon.layout import ParamLayout, move_dims
@@ -120,8 +121,8 @@ class View:
             return x
         dim = self.num_batch_dims + fused.dim
         grouped = x.unflatten(dim, (x.shape[dim] // fused.group_size, fused.group_size))
-        part = grouped.narrow(dim + 1, sum(fused.sizes[: self.part]), fused.sizes[self.part])
-        return part.movedim(dim, self.num_batch_dims) if fused.heads else part
+        part: Tensor = grouped.narrow(dim + 1, sum(fused.sizes[: self.part]), fused.sizes[self.part])
+        return torch.movedim(part, dim, self.num_batch_dims) if fused.heads else part
 
     def matrices(self, part: Tensor) -> Tensor:
         """Reshapes what is shaped like `of(x)` to `[..., rows, cols]`, as the part's layout has it."""
@@ -157,7 +158,7 @@ def parts_of(layout: ParamLayout, name: str, fused: FusedDim | None, flatten: bo
         layout: Of the parameter.
         name: Its name, for messages.
         fused: The description of its fused dim, if it has one.
-        flatten: Whether it is a convolution weight `[out, in / groups, *kernel]`, seen as `[out, in / groups * kernel]`.
+        flatten: Whether it is a convolution weight `[out, in, *kernel]`, seen as `[out, in * kernel]`.
 
     Raises:
         ValueError: The description does not fit the global shape.
