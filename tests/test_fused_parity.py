@@ -48,9 +48,11 @@ FORMS = {
 }
 
 
-def fused_case(layout, forms=FORMS.values(), **options):
+ALL = tuple(FORMS.values())
+
+
+def fused_case(layout, forms=ALL, **options):
     """Two of each form, so that parts are batched across parameters, and a plain matrix of a part's shape."""
-    forms = list(forms)
     plain = (*forms[0][1][:-2], 8, 10)
     tensors = [(shape, layout) for _, shape in forms for _ in range(2)] + [(plain, layout)]
     descriptions = [description for description, _ in forms for _ in range(2)] + [None]
@@ -116,8 +118,8 @@ def test_a_neighbouring_group_size_fails_parity(name):
     assert parity_error(fused_case(LAYOUTS[name], [(wrong, shape)])) > 0.1
 
 
-def blocks_of(rank, layout, description, shape, mode):
-    """The error of a blockwise step, or the message of what it raised."""
+def refusal(rank, layout, description, shape, mode):
+    """The message of what a step raised."""
     full, grad = torch.randn(shape, generator=torch.Generator().manual_seed(1)), torch.eye(*shape)
     (param,) = sharded_params(rank, [(full, layout)])
     param.fused_dim = description
@@ -147,8 +149,8 @@ def test_a_block_between_groups_is_split_alone():
 
 @pytest.mark.parametrize("mode", ["distributed", "blockwise"])
 def test_modes_that_cannot_split_say_so(mode):
-    layout = LAYOUTS["tp_row"] if mode == "none" else Layout((4,), (S(0),), ((0, 0),), ("tp",))
-    messages = on_threads(4, blocks_of, layout, FusedDim((8, 4, 4)), (16, 10), mode)
+    layout = Layout((4,), (S(0),), ((0, 0),), ("tp",))
+    messages = on_threads(4, refusal, layout, FusedDim((8, 4, 4)), (16, 10), mode)
     assert messages[0] == (
         "wqkv (shape (16, 10), placements (Shard(dim=0),), fused sizes (8, 4, 4) in 1 groups): the shards cut through "
         f'groups, so tp_mode={mode!r} cannot split it; choose tp_mode="auto" or "owner", or shard it between groups'
