@@ -36,7 +36,7 @@ def test_weights_whose_groups_are_cut_stay_together():
 
 
 def mode_of_a_tall_weight(rank, layout, fused):
-    (param,) = sharded_params(rank, [(torch.ones(4096, 32), layout)])
+    (param,) = sharded_params(rank, [(torch.ones(4096, 256), layout)])
     return rows_of(Muon([("w", param)], **EXACT, fused=fused).explain())[0][2]
 
 
