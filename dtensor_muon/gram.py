@@ -30,6 +30,7 @@ from torch import Tensor
 
 from dtensor_muon.coefficients import CoefficientTriple
 from dtensor_muon.symmetric import (
+    buffer_like,
     gram_matrix,
     multiply,
     multiply_add,
@@ -144,13 +145,13 @@ def gram_polynomial(gram: Tensor, segment: Sequence[CoefficientTriple]) -> Tenso
     for step, (a, b, c) in enumerate(segment):
         factor = step_polynomial(gram, b, c)
         if step < last:
-            product = symmetric_multiply_add(gram, gram, factor, beta=a, out=torch.empty_like(gram))
-            gram = symmetric_multiply_add(product, product, factor, beta=a, out=torch.empty_like(gram))
+            product = symmetric_multiply_add(gram, gram, factor, beta=a, out=buffer_like(gram))
+            gram = symmetric_multiply_add(product, product, factor, beta=a, out=buffer_like(gram))
         if poly is None:
             factor.diagonal(dim1=-2, dim2=-1).add_(a)
             poly = factor
         else:
-            poly = symmetric_multiply_add(poly, poly, factor, beta=a, out=torch.empty_like(poly))
+            poly = symmetric_multiply_add(poly, poly, factor, beta=a, out=buffer_like(poly))
     if poly is None:
         raise ValueError("segment is empty; it must hold at least one (a, b, c) triple")
     return poly
@@ -160,7 +161,7 @@ def step_polynomial(gram: Tensor, b: float, c: float) -> Tensor:
     """Returns `b R + c R^2` of the Gram matrix `R`, `[..., m, m]`."""
     if c == 0:
         return gram * b
-    return symmetric_multiply_add(gram, gram, gram, beta=b, alpha=c, out=torch.empty_like(gram))
+    return symmetric_multiply_add(gram, gram, gram, beta=b, alpha=c, out=buffer_like(gram))
 
 
 def iterate(x: Tensor, coefficient_segments: Sequence[Sequence[CoefficientTriple]]) -> Tensor:
@@ -168,8 +169,7 @@ def iterate(x: Tensor, coefficient_segments: Sequence[Sequence[CoefficientTriple
 
     Segments of one step are steps of the plain iteration: `X <- a X + (b R + c R^2) X`, without rounding `a` into `Q`.
     """
-    gram = torch.empty_like(x[..., : x.shape[-2]], memory_format=torch.contiguous_format)
-    other = torch.empty_like(x)
+    gram, other = buffer_like(x.narrow(-1, 0, x.shape[-2])), buffer_like(x)
     for segment in coefficient_segments:
         gram_matrix(x, out=gram)
         if len(segment) > 1:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dtensor_muon.coefficients import CoefficientTriple, get_coefficients
 from dtensor_muon.gram import MIN_ROWS_LOW_PRECISION, choose_iteration, iterate, segments
+from dtensor_muon.symmetric import buffer_like
 
 ITERATIONS = ("plain", "gram", "auto")
 
@@ -168,9 +169,9 @@ def _normalize(x: Tensor, dtype: torch.dtype) -> Tensor:
 
     The division by the largest magnitude comes first: the square of 1e30 overflows fp32, that of 1e-30 vanishes.
     """
-    wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
-    largest = x.abs().amax(dim=(-2, -1), keepdim=True).to(wide)
-    scaled = x / torch.where(largest == 0, 1, largest)
+    wide = x.to(torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32))
+    largest = wide.abs().amax(dim=(-2, -1), keepdim=True)
+    scaled = wide / torch.where(largest == 0, 1, largest)
     # the norm is at least 1 unless the matrix is zero, so this minimum only avoids 0 / 0
     norm = torch.linalg.vector_norm(scaled, dim=(-2, -1), keepdim=True).clamp_min(1)
-    return scaled.div_(norm).to(dtype)
+    return torch.div(scaled, norm, out=buffer_like(x, dtype))
