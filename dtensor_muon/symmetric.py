@@ -7,11 +7,12 @@ matrix is multiplied as a whole. Measured on one core with fp32 MKL, millisecond
 256x256 0.37, 0.34, 0.35, 0.42; 512x512 2.97, 2.36, 2.15, 2.19; 512x1376 10.2, 6.1, 5.6, 5.3; 1024x1024 24.3, 18.9,
 16.9, 16.2. The width for accelerators is a guess that keeps the products large enough to fill them.
 
-[Note: row pitch] Rows that lie a multiple of 2 KiB apart share few sets of a CPU's cache. With 64 bytes between them the
-copies to the mirrored place take half as long, and a symmetric product of 512x512 or 1024x1024 a tenth less.
+[Note: row pitch] Rows that lie a multiple of 2 KiB apart share few sets of a CPU's cache. With 64 bytes more the copies
+to the mirrored place take half as long, and a symmetric product of 512x512 or 1024x1024 a tenth less.
 """
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -42,20 +43,23 @@ def symmetric_flops(rows: int, inner: int, device_type: str) -> int:
 
 
 def buffer_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns uninitialized matrices of the shape of `x` `[..., m, k]`, for products; see [Note: row pitch].
-
-    Args:
-        x: At most one batch dim. The matrices are stored by columns where those of `x` are.
-        dtype: Of the result; that of `x` by default.
-    """
+    """Returns uninitialized matrices like `x` `[..., m, k]`, in `dtype`, stored by columns where those of `x` are."""
     if x.stride(-2) == 1 and x.stride(-1) != 1:
-        return buffer_like(x.mT, dtype).mT
-    dtype = dtype or x.dtype
-    *outer, cols = x.shape
+        return _buffer(x, x.mT.shape, dtype or x.dtype).mT
+    return _buffer(x, x.shape, dtype or x.dtype)
+
+
+def take(spare: list[Tensor], x: Tensor) -> Tensor:
+    """Takes one of the spare `[..., m, m]` tensors for `x` `[..., m, k]`, or a new one when there is none."""
+    return spare.pop() if spare else _buffer(x, (*x.shape[:-1], x.shape[-2]), x.dtype)
+
+
+def _buffer(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    *outer, cols = shape
     # under LocalTensorMode the columns may be symbolic
     if x.device.type == "cpu" and isinstance(cols, int) and cols and cols * dtype.itemsize % _CACHE_PERIOD == 0:
-        return x.new_empty((*outer, cols + _PADDING // dtype.itemsize), dtype=dtype)[..., :cols]
-    return x.new_empty(x.shape, dtype=dtype)
+        return x.new_empty((*outer, cols + _PADDING // dtype.itemsize), dtype=dtype).narrow(-1, 0, cols)
+    return x.new_empty(tuple(shape), dtype=dtype)
 
 
 def multiply(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
