@@ -18,7 +18,7 @@ from dtensor_muon.coefficients import CoefficientTriple
 from dtensor_muon.gram import gram_polynomial, segments
 from dtensor_muon.newton_schulz import work_dtype
 from dtensor_muon.redistribute import BucketMover
-from dtensor_muon.symmetric import gram_matrix, multiply, multiply_add
+from dtensor_muon.symmetric import buffer_like, gram_matrix, multiply, multiply_add, take
 
 # below this size the bytes that a triangle saves cost less than packing it
 _MIN_TRIANGLE_ROWS = 128
@@ -44,15 +44,15 @@ def orthogonalize_sharded(
     parts = segments(coefficients, dtype) if iteration == "gram" else tuple((triple,) for triple in coefficients)
     result = _normalize(short, mover, dtype)
     for part in parts:
-        gram = gram_matrix(result, out=result.new_empty((*result.shape[:-1], result.shape[-2])))
+        gram = gram_matrix(result, out=take([], result))
         if len(part) > 1:
             poly = _polynomial(gram, part, mover)
-            result = multiply(poly, result, out=torch.empty_like(result))
+            result = multiply(poly, result, out=buffer_like(result))
         else:
             # without `a` in the polynomial: its rounding would be as large as that of the result
             ((a, b, c),) = part
             poly = _polynomial(gram, ((0.0, b, c),), mover)
-            result = multiply_add(result, poly, result, beta=a, out=torch.empty_like(result))
+            result = multiply_add(result, poly, result, beta=a, out=buffer_like(result))
     result = result.to(x.dtype)
     return result.mT if long_dim == 0 else result
 
@@ -62,8 +62,8 @@ def _polynomial(gram: Tensor, part: Sequence[CoefficientTriple], mover: BucketMo
     rows = gram.shape[-1]
     packed = _pack(gram)
     if not mover.plan.shares_small_work:
-        return gram_polynomial(_unpack(mover.reduce_sum(packed), rows), part)
-    mine = gram_polynomial(_unpack(mover.scatter_sum(packed), rows), part)
+        return gram_polynomial(_unpack(mover.reduce_sum(packed), rows), part, [])
+    mine = gram_polynomial(_unpack(mover.scatter_sum(packed), rows), part, [])
     return _unpack(mover.gather_shared(_pack(mine), gram.shape[0]), rows)
 
 

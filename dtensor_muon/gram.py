@@ -35,6 +35,7 @@ from dtensor_muon.symmetric import (
     multiply_add,
     symmetric_flops,
     symmetric_multiply_add,
+    take,
 )
 
 MIN_ROWS_LOW_PRECISION = 256
@@ -128,58 +129,76 @@ def segments(
     return tuple(result)
 
 
-def gram_polynomial(gram: Tensor, segment: Sequence[CoefficientTriple]) -> Tensor:
+def gram_polynomial(gram: Tensor, segment: Sequence[CoefficientTriple], spare: list[Tensor]) -> Tensor:
     """Returns `Q`, the product of the steps of one segment: `X <- Q X` takes them all.
 
     Args:
         gram: `[..., m, m]` with at most one batch dim, the Gram matrix `X X^T` (summed over the ranks where `X` is
-            sharded); not modified.
+            sharded); overwritten.
         segment: The triples of the segment.
+        spare: Tensors like `gram` to write to. The result is taken from them, and what is free afterwards joins them.
 
     Returns:
         `[..., m, m]`, symmetric.
     """
-    last = len(segment) - 1
+    if not segment:
+        raise ValueError("segment is empty; it must hold at least one (a, b, c) triple")
     poly: Tensor | None = None
-    for step, (a, b, c) in enumerate(segment):
-        factor = step_polynomial(gram, b, c)
-        if step < last:
-            product = symmetric_multiply_add(gram, gram, factor, beta=a, out=torch.empty_like(gram))
-            gram = symmetric_multiply_add(product, product, factor, beta=a, out=torch.empty_like(gram))
+    for step, (a, b, c) in enumerate(segment, 1):
+        factor = _step_polynomial(gram, b, c, out=take(spare, gram))
+        if step < len(segment):
+            product = symmetric_multiply_add(gram, gram, factor, beta=a, out=take(spare, gram))
+            symmetric_multiply_add(product, product, factor, beta=a, out=gram)
+            spare.append(product)
+        else:
+            spare.append(gram)
         if poly is None:
             factor.diagonal(dim1=-2, dim2=-1).add_(a)
             poly = factor
         else:
-            poly = symmetric_multiply_add(poly, poly, factor, beta=a, out=torch.empty_like(poly))
-    if poly is None:
-        raise ValueError("segment is empty; it must hold at least one (a, b, c) triple")
+            result = symmetric_multiply_add(poly, poly, factor, beta=a, out=take(spare, gram))
+            spare += [poly, factor]
+            poly = result
+    assert poly is not None
     return poly
 
 
-def step_polynomial(gram: Tensor, b: float, c: float) -> Tensor:
-    """Returns `b R + c R^2` of the Gram matrix `R`, `[..., m, m]`."""
-    if c == 0:
-        return gram * b
-    return symmetric_multiply_add(gram, gram, gram, beta=b, alpha=c, out=torch.empty_like(gram))
-
-
-def iterate(x: Tensor, coefficient_segments: Sequence[Sequence[CoefficientTriple]]) -> Tensor:
-    """Runs the segments on `x` `[..., m, k]` with `m <= k` and at most one batch dim, overwriting `x`.
+def iterate(
+    x: Tensor, coefficient_segments: Sequence[Sequence[CoefficientTriple]], *, other: Tensor, spare: list[Tensor]
+) -> Tensor:
+    """Runs the segments on `x` `[..., m, k]` with `m <= k` and at most one batch dim.
 
     Segments of one step are steps of the plain iteration: `X <- a X + (b R + c R^2) X`, without rounding `a` into `Q`.
+
+    Args:
+        x: Overwritten.
+        coefficient_segments: Of triples.
+        other: Like `x`; overwritten.
+        spare: `[..., m, m]` tensors to write to; those that this call allocates join them.
+
+    Returns:
+        `x` or `other`, with the result.
     """
-    gram = torch.empty_like(x[..., : x.shape[-2]], memory_format=torch.contiguous_format)
-    other = torch.empty_like(x)
     for segment in coefficient_segments:
-        gram_matrix(x, out=gram)
+        gram = gram_matrix(x, out=take(spare, x))
         if len(segment) > 1:
-            multiply(gram_polynomial(gram, segment), x, out=other)
+            factor = gram_polynomial(gram, segment, spare)
+            multiply(factor, x, out=other)
         else:
             ((a, b, c),) = segment
-            factor, alpha = (step_polynomial(gram, b, c), 1.0) if c else (gram, b)
-            multiply_add(x, factor, x, beta=a, alpha=alpha, out=other)
+            factor = _step_polynomial(gram, b, c, out=take(spare, gram))
+            spare.append(gram)
+            multiply_add(x, factor, x, beta=a, out=other)
+        spare.append(factor)
         x, other = other, x
     return x
+
+
+def _step_polynomial(gram: Tensor, b: float, c: float, *, out: Tensor) -> Tensor:
+    """Writes `b R + c R^2` of the Gram matrix `R`, `[..., m, m]`, into `out`."""
+    if c == 0:
+        return torch.mul(gram, b, out=out)
+    return symmetric_multiply_add(gram, gram, gram, beta=b, alpha=c, out=out)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dtensor_muon.coefficients import CoefficientTriple, get_coefficients
 from dtensor_muon.gram import MIN_ROWS_LOW_PRECISION, choose_iteration, iterate, segments
+from dtensor_muon.symmetric import buffer_like
 
 ITERATIONS = ("plain", "gram", "auto")
 
@@ -137,12 +138,16 @@ def _orthogonalize(
     X = x.mT if rows > cols else x
     num_matrices = x.shape[0]
     # under LocalTensorMode the number of matrices may differ by rank: then it is no int, and the batch stays whole
-    if x.device.type == "cpu" and short >= _MIN_ROWS_ONE_BY_ONE and isinstance(num_matrices, int):
+    if x.device.type == "cpu" and short >= _MIN_ROWS_ONE_BY_ONE and isinstance(num_matrices, int) and num_matrices:
         result = torch.empty_like(X)
+        first, other = buffer_like(X[0], multiply_in), buffer_like(X[0], multiply_in)
+        spare: list[Tensor] = []
         for index in range(num_matrices):
-            result[index] = iterate(_normalize(X[index], multiply_in), coefficient_segments)
+            _normalize(X[index], out=first)
+            result[index] = iterate(first, coefficient_segments, other=other, spare=spare)
     else:
-        result = iterate(_normalize(X, multiply_in), coefficient_segments).to(x.dtype)
+        first = _normalize(X, out=buffer_like(X, multiply_in))
+        result = iterate(first, coefficient_segments, other=buffer_like(first), spare=[]).to(x.dtype)
     return result.mT if rows > cols else result
 
 
@@ -163,14 +168,15 @@ def _cpu_multiplies_bf16() -> bool:
     return platform.machine() not in ("x86_64", "AMD64") or torch.cpu._is_avx512_bf16_supported()
 
 
-def _normalize(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `x / ||x||_F` per matrix in `dtype`.
+def _normalize(x: Tensor, *, out: Tensor) -> Tensor:
+    """Writes `x / ||x||_F` per matrix into `out`.
 
     The division by the largest magnitude comes first: the square of 1e30 overflows fp32, that of 1e-30 vanishes.
     """
-    wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
-    largest = x.abs().amax(dim=(-2, -1), keepdim=True).to(wide)
-    scaled = x / torch.where(largest == 0, 1, largest)
+    dtype = torch.promote_types(torch.promote_types(x.dtype, out.dtype), torch.float32)
+    wide = out.copy_(x) if out.dtype == dtype else x.to(dtype, copy=True)
+    largest = torch.maximum(wide.amax(dim=(-2, -1), keepdim=True), -wide.amin(dim=(-2, -1), keepdim=True))
+    wide.div_(torch.where(largest == 0, 1, largest))
     # the norm is at least 1 unless the matrix is zero, so this minimum only avoids 0 / 0
-    norm = torch.linalg.vector_norm(scaled, dim=(-2, -1), keepdim=True).clamp_min(1)
-    return scaled.div_(norm).to(dtype)
+    norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True).clamp_min(1)
+    return torch.div(wide, norm, out=out)

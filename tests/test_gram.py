@@ -58,7 +58,8 @@ class Bf16Products(TorchDispatchMode):
 def in_bf16(x, coefficient_segments):
     """The iteration as a device with bf16 products runs it; this machine may multiply in fp32 instead."""
     with Bf16Products():
-        return iterate((x / x.norm()).to(torch.bfloat16), coefficient_segments)
+        x = (x / x.norm()).to(torch.bfloat16)
+        return iterate(x, coefficient_segments, other=torch.empty_like(x), spare=[])
 
 
 def error(got, wanted):

@@ -101,16 +101,14 @@ def test_gram_polynomial_takes_the_steps_of_a_segment(length, batch):
     x = torch.randn(*batch, 30, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x = x / x.norm(dim=(-2, -1), keepdim=True)
     gram = x @ x.mT
-    before = gram.clone()
-    result = gram_polynomial(gram, QUINTIC[:length]) @ x
+    result = gram_polynomial(gram, QUINTIC[:length], []) @ x
     for value, matrix in zip(result.reshape(-1, 30, 50), x.reshape(-1, 30, 50), strict=True):
         assert relative_error(value, reference(matrix, QUINTIC[:length])) < 1e-12
-    assert torch.equal(gram, before)
 
 
 def test_gram_polynomial_of_nothing():
     with pytest.raises(ValueError, match="segment is empty"):
-        gram_polynomial(torch.eye(2), ())
+        gram_polynomial(torch.eye(2), (), [])
 
 
 @pytest.mark.parametrize("iteration", ["plain", "gram", "auto"])

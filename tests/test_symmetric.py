@@ -2,7 +2,7 @@ import pytest
 import torch
 from numerics import CountFlops
 
-from dtensor_muon.symmetric import gram_matrix, row_panels, symmetric_flops, symmetric_multiply_add
+from dtensor_muon.symmetric import gram_matrix, panels, symmetric_flops, symmetric_multiply_add
 
 ROWS = [1, 100, 256, 301, 512, 1030]
 
@@ -13,12 +13,12 @@ def exact_gram(rows: int, cols: int) -> torch.Tensor:
 
 
 def test_panels():
-    assert row_panels(255, "cpu") == ((0, 255),)
-    assert row_panels(257, "cpu") == ((0, 128), (128, 257))
-    assert len(row_panels(512, "cpu")) == 4
-    assert len(row_panels(1 << 20, "cpu")) == 8
-    assert len(row_panels(2047, "cuda")) == 1
-    assert len(row_panels(2048, "cuda")) == 2
+    assert panels(255, "cpu") == ((0, 255),)
+    assert panels(257, "cpu") == ((0, 128), (128, 257))
+    assert len(panels(512, "cpu")) == 4
+    assert len(panels(1 << 20, "cpu")) == 8
+    assert len(panels(2047, "cuda")) == 1
+    assert len(panels(2048, "cuda")) == 2
 
 
 @pytest.mark.parametrize("rows", ROWS)

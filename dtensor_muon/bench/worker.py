@@ -147,7 +147,11 @@ def _step(
 
 
 def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the flops per second of all ranks together while all of them multiply."""
+    """Returns the flops per second of all ranks together while all of them multiply.
+
+    Counted until the slowest rank is done, as a step is: where ranks share cores, one that is scheduled first would
+    count what it did while the others waited.
+    """
     rows, repeats = _RATE_CPU if device.type == "cpu" else _RATE_ACCELERATOR
     x = torch.ones(rows, rows, device=device, dtype=dtype)
     out = torch.empty_like(x)
@@ -156,7 +160,8 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
         for _ in range(repeats):
             torch.mm(x, x, out=out)
 
-    return _reduce(2 * rows**3 * repeats / _time(multiply, device), device, dist.ReduceOp.SUM)
+    slowest = _reduce(_time(multiply, device), device, dist.ReduceOp.MAX)
+    return 2 * rows**3 * repeats * dist.get_world_size() / slowest
 
 
 def _time(function: Callable[[], object], device: torch.device) -> float:
