@@ -141,8 +141,6 @@ def gram_polynomial(gram: Tensor, segment: Sequence[CoefficientTriple], spare: l
     Returns:
         `[..., m, m]`, symmetric.
     """
-    if not segment:
-        raise ValueError("segment is empty; it must hold at least one (a, b, c) triple")
     poly: Tensor | None = None
     for step, (a, b, c) in enumerate(segment, 1):
         factor = _step_polynomial(gram, b, c, out=take(spare, gram))
@@ -159,7 +157,8 @@ def gram_polynomial(gram: Tensor, segment: Sequence[CoefficientTriple], spare: l
             result = symmetric_multiply_add(poly, poly, factor, beta=a, out=take(spare, gram))
             spare += [poly, factor]
             poly = result
-    assert poly is not None
+    if poly is None:
+        raise ValueError("segment is empty; it must hold at least one (a, b, c) triple")
     return poly
 
 
