@@ -36,6 +36,8 @@ ORDER = [
     "schedule",
     "optimizer",
     "routing",
+    "overrides",
+    "group_table",
     "param_groups",
     "registry",
     "models",
