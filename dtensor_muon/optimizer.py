@@ -1,7 +1,6 @@
 """The optimizer: groups, state, checks before a step, the step."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -12,39 +11,40 @@ from dtensor_muon.coefficients import CoefficientTriple
 from dtensor_muon.cost import DeviceProfile
 from dtensor_muon.explain import explain
 from dtensor_muon.functional import adamw_update
+from dtensor_muon.fused import FusedDim, parts_of
 from dtensor_muon.lane import Lane, make_lane
 from dtensor_muon.layout import describe_tensor, infer_layout, local_tensor, mesh_of
+from dtensor_muon.members import (
+    Planned,
+    check_qkv_found,
+    count_steps,
+    group_description,
+    is_block_step,
+    make_plan,
+    own_description,
+    segments_of,
+    signature_of,
+)
 from dtensor_muon.newton_schulz import compiled_orthogonalize, orthogonalize
 from dtensor_muon.nonfinite import check_nonfinite, skips_step
 from dtensor_muon.options import (
     ADAMW,
+    GROUP_OPTIONS,
     MUON,
-    MatrixOptions,
     check_dtype,
     check_matrix,
     check_values,
     normalize_group,
     parameter_names,
 )
-from dtensor_muon.plan import BucketPlan, MatrixEntry
-from dtensor_muon.planner import PlanSettings, build
+from dtensor_muon.planner import PlanSettings
 from dtensor_muon.preflight import absent_here_only, check_agreement, check_gradient, check_local_shape
 from dtensor_muon.redistribute import BucketMover
-from dtensor_muon.schedule import Bucket, Segment, run
+from dtensor_muon.schedule import Bucket, run
 from dtensor_muon.state import accept_state_dict, momentum_dtype, new_state
 
 # what a copy of an optimizer keeps beside its groups and state
-_KEPT = ("_settings", "_compile", "_nonfinite", "skipped_steps", "_steps")
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A plan, what it was made from, and by what to know that it is out of date."""
-
-    signature: object
-    plans: tuple[BucketPlan, ...]
-    entries: Sequence[MatrixEntry]
-    owners: Sequence[tuple[dict[str, Any], Tensor]]
+_KEPT = ("_settings", "_compile", "_nonfinite", "skipped_steps", "_steps", "_described")
 
 
 class Muon(torch.optim.Optimizer):
@@ -64,9 +64,9 @@ class Muon(torch.optim.Optimizer):
         weight_decay: Coefficient of the weight decay.
         use_decoupled_weight_decay: True multiplies the parameter by `1 - lr * weight_decay`; False adds
             `weight_decay * param` to a copy of the gradient.
-        split_qkv: Whether to orthogonalize Q, K and V of fused weights separately. Not available yet.
-        is_qkv_fn: Tells which parameters are fused; None means those with a truthy attribute `is_qkv`.
-        qkv_split_shapes: Rows of each part per query group.
+        split_qkv: Whether to orthogonalize Q, K and V of fused QKV weights separately.
+        is_qkv_fn: Tells, once per parameter, whether it is a fused QKV weight; None asks for its attribute `is_qkv`.
+        qkv_split_shapes: Rows `(q, k, v)` or `(q, gate, k, v)` per query group; a parameter's own such attribute wins.
         fp32_matmul_prec: `"medium"` computes and communicates in bf16, `"high"` uses TF32 where the device has it,
             `"highest"` fp32.
         coefficient_type: One of `get_supported_coefficient_types()`.
@@ -75,6 +75,12 @@ class Muon(torch.optim.Optimizer):
         extra_scale_factor: Multiplies every update; 0.2 with `"spectral"` gives updates the RMS of AdamW's.
         tp_mode: `"owner"`, `"distributed"`, `"duplicated"`: exact, different in work and traffic; `"auto"`: the
             cheapest of these per bucket of same-shape matrices; `"blockwise"`: each tensor-parallel block on its own.
+        fused: How the matrices of a group are fused; a parameter's own attribute `fused_dim` and the QKV arguments win.
+        flatten: Whether to see convolution weights `[out, in, *kernel]` as matrices `[out, in * kernel]`.
+        block_period: Orthogonalizes tensor-parallel blocks apart on all but every k-th step (MuonBP, arXiv 2510.16981);
+            1 never does.
+        block_lr_multiplier: Multiplies `lr` in the updates of blocks.
+        full_lr_multiplier: Multiplies `lr` in the updates of whole matrices.
         custom_coefficient_sets: The `(a, b, c)` triples of `coefficient_type="custom"`.
         momentum_dtype: Of the momentum buffers; None is the parameter's.
         betas: Of AdamW groups.
@@ -113,6 +119,11 @@ class Muon(torch.optim.Optimizer):
         extra_scale_factor: float = 1.0,
         tp_mode: str = "auto",
         *,
+        fused: FusedDim | Mapping[str, Any] | None = None,
+        flatten: bool = False,
+        block_period: int = 1,
+        block_lr_multiplier: float = 1.0,
+        full_lr_multiplier: float = 1.0,
         custom_coefficient_sets: Sequence[CoefficientTriple] | None = None,
         momentum_dtype: torch.dtype | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -122,27 +133,8 @@ class Muon(torch.optim.Optimizer):
         compile: bool = False,
         nonfinite: str = "propagate",
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "weight_decay": weight_decay,
-            "use_decoupled_weight_decay": use_decoupled_weight_decay,
-            "split_qkv": split_qkv,
-            "is_qkv_fn": is_qkv_fn,
-            "qkv_split_shapes": qkv_split_shapes,
-            "fp32_matmul_prec": fp32_matmul_prec,
-            "coefficient_type": coefficient_type,
-            "num_ns_steps": num_ns_steps,
-            "scale_mode": scale_mode,
-            "extra_scale_factor": extra_scale_factor,
-            "tp_mode": tp_mode,
-            "custom_coefficient_sets": custom_coefficient_sets,
-            "momentum_dtype": momentum_dtype,
-            "betas": betas,
-            "eps": eps,
-            "optimizer": MUON,
-        }
+        arguments = locals()
+        defaults = {key: arguments[key] for key in GROUP_OPTIONS} | {"optimizer": MUON}
         normalize_group({"params": []}, defaults, 0)
         normalize_group({"params": [], "optimizer": ADAMW}, defaults, 0)
         self._settings = PlanSettings(device_profile, max_bucket_bytes)
@@ -151,14 +143,15 @@ class Muon(torch.optim.Optimizer):
         self._nonfinite = nonfinite
         self.skipped_steps = 0
         self._steps = 0
-        self._plan: _Planned | None = None
-        self._buckets: tuple[Bucket, ...] | None = None
+        self._plans: dict[tuple[bool, ...], Planned] = {}
+        self._described: dict[Tensor, FusedDim] = {}
         self._lane: Lane | None = None
         super().__init__(params, defaults)
+        check_qkv_found(self.param_groups, self._described)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plan, self._buckets = None, None
+        self._plans = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in _KEPT}}
@@ -175,9 +168,12 @@ class Muon(torch.optim.Optimizer):
             super().add_param_group(param_group)  # raises torch's own error
             return
         group = normalize_group(param_group, self.defaults, index)
-        self._check_params(group, index)
-        super().add_param_group(group)
-        self._plan = None
+        described = self._check_params(group, index)
+        # a checkpoint holds the options of a group, and no function
+        super().add_param_group({**group, "is_qkv_fn": None})
+        group = self.param_groups[-1]
+        self._described |= described
+        self._plans = {}
         for param in group["params"]:
             self._init_state(group, param)
 
@@ -265,6 +261,7 @@ class Muon(torch.optim.Optimizer):
             self.skipped_steps += 1
             return loss
         run(buckets, gradients, self._momentum, self._lane)
+        count_steps(self.param_groups, self.state)
         for group in self.param_groups:
             if group["optimizer"] == ADAMW:
                 self._step_adamw(group, gradients)
@@ -277,7 +274,9 @@ class Muon(torch.optim.Optimizer):
     def _momentum(self, param: Tensor) -> Tensor:
         return local_tensor(self.state[param]["momentum_buffer"])
 
-    def _check_params(self, group: dict[str, Any], index: int) -> None:
+    def _check_params(self, group: dict[str, Any], index: int) -> dict[Tensor, FusedDim]:
+        """Checks the parameters of a new group; returns those with a fused description of their own."""
+        described: dict[Tensor, FusedDim] = {}
         seen = {param: name for name, param in self._named_params()}
         for name, param in _split_names(group, index):
             if not isinstance(param, Tensor):
@@ -292,6 +291,11 @@ class Muon(torch.optim.Optimizer):
             if group["optimizer"] == MUON:
                 check_matrix(name, param)
                 check_local_shape(name, param, layout)
+                own = own_description(group, name, param)
+                if own is not None:
+                    described[param] = own
+                parts_of(layout, name, own or group_description(group), group["flatten"])
+        return described
 
     def _init_state(self, group: dict[str, Any], param: Tensor, *, allow_meta: bool = False) -> None:
         if self.state[param] or (param.device.type == "meta" and not allow_meta):
@@ -314,44 +318,36 @@ class Muon(torch.optim.Optimizer):
         return present | {param: torch.zeros_like(local_tensor(param)) for param in absent}
 
     def explain(self) -> str:
-        """Returns a table of the buckets: what is in them, how they are computed, at what cost. Not collective."""
-        planned = self._planned()
+        """Returns a table of the buckets: what is in them, how they are computed, at what cost. Not collective.
+
+        With `block_period`, of the steps that orthogonalize whole matrices.
+        """
+        planned = self._planned(whole=True)
         return explain(planned.plans, planned.entries)
 
-    def _planned(self) -> _Planned:
-        """Returns the plan, made anew when a group, an option or a parameter's dtype or device has changed."""
+    def _planned(self, *, whole: bool = False) -> Planned:
+        """Returns the plan of the next step, made anew when its signature has changed."""
         groups = [(index, group) for index, group in enumerate(self.param_groups) if group["optimizer"] == MUON]
-        signature = [
-            (id(group), MatrixOptions.from_group(group), [(id(p), p.dtype, p.device) for p in group["params"]])
-            for _, group in groups
-        ]
-        if self._plan is None or self._plan.signature != signature:
-            entries: list[MatrixEntry] = []
-            owners: list[tuple[dict[str, Any], Tensor]] = []
-            for index, group in groups:
-                options = MatrixOptions.from_group(group)
-                for name, param in zip(parameter_names(group, index), group["params"], strict=True):
-                    dtype = options.compute_dtype(momentum_dtype(group, param))
-                    entries.append(MatrixEntry(name, infer_layout(param, name), param.device.type, dtype, options))
-                    owners.append((group, param))
-            self._plan = _Planned(signature, build(entries, self._settings), entries, owners)
-            self._buckets = None
-        return self._plan
+        blockwise = tuple(not whole and is_block_step(group, self.state) for _, group in groups)
+        planned = self._plans.get(blockwise)
+        if planned is None or planned.signature != signature_of(groups, blockwise):
+            planned = self._plans[blockwise] = make_plan(groups, blockwise, self._described, self._settings)
+        return planned
 
     def _planned_buckets(self) -> tuple[Bucket, ...]:
         """Returns the buckets of the plan. Collective when the plan is new: all ranks check that they agree on it."""
         planned = self._planned()
-        if self._buckets is None:
+        if planned.buckets is None:
             owners = planned.owners
             check_groups(self.param_groups)
-            check_agreement(planned.plans, planned.entries, [param for _, param in owners])
+            check_agreement(planned.plans, planned.entries, [member.param for _, member in owners])
             math = compiled_orthogonalize() if self._compile else orthogonalize
-            self._buckets = tuple(
-                Bucket(plan, BucketMover(plan), _segments([owners[member] for member in plan.members]), math)
+            planned.buckets = tuple(
+                Bucket(plan, BucketMover(plan), segments_of([owners[member] for member in plan.members]), math)
                 for plan in planned.plans
             )
-            self._lane = make_lane(owners[0][1].device) if owners else None
-        return self._buckets
+            self._lane = make_lane(owners[0][1].param.device) if owners else None
+        return planned.buckets
 
     def _step_adamw(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
         params = [param for param in group["params"] if param in gradients]
@@ -372,13 +368,3 @@ def _split_names(group: dict[str, Any], index: int) -> Iterator[tuple[str, Any]]
     """Yields a name and a parameter for each item of a group that torch has not taken apart yet."""
     for item, name in zip(group["params"], parameter_names(group, index), strict=True):
         yield (item[0], item[1]) if isinstance(item, tuple) else (name, item)
-
-
-def _segments(members: Sequence[tuple[dict[str, Any], Tensor]]) -> tuple[Segment, ...]:
-    """Splits the members of a bucket, which come group by group, at the borders of groups."""
-    segments: list[tuple[dict[str, Any], list[Tensor]]] = []
-    for group, param in members:
-        if not segments or segments[-1][0] is not group:
-            segments.append((group, []))
-        segments[-1][1].append(param)
-    return tuple(Segment(group, tuple(params)) for group, params in segments)

@@ -10,12 +10,20 @@ import torch
 
 from dtensor_muon.coefficients import CoefficientTriple, get_coefficients
 from dtensor_muon.functional import get_muon_scale_factor
+from dtensor_muon.fused import FusedDim
 from dtensor_muon.layout import describe_tensor
 
 MUON, ADAMW = "muon", "adamw"
 TP_MODES = ("auto", "owner", "duplicated", "distributed", "blockwise")
 MATMUL_PRECISIONS = ("medium", "high", "highest")
 
+# arguments of the constructor that a parameter group may carry
+GROUP_OPTIONS = (
+    "lr", "momentum", "nesterov", "weight_decay", "use_decoupled_weight_decay", "split_qkv", "is_qkv_fn",
+    "qkv_split_shapes", "fp32_matmul_prec", "coefficient_type", "num_ns_steps", "scale_mode", "extra_scale_factor",
+    "tp_mode", "fused", "flatten", "block_period", "block_lr_multiplier", "full_lr_multiplier",
+    "custom_coefficient_sets", "momentum_dtype", "betas", "eps",
+)  # fmt: skip
 ADAMW_OPTIONS = frozenset({"lr", "weight_decay", "betas", "eps"})
 ADAMW_ONLY_OPTIONS = frozenset({"betas", "eps"})
 # keys that are no options: torch's own, and those that learning rate schedulers leave in a group
@@ -47,8 +55,12 @@ class MatrixOptions:
     tp_mode: str
 
     @classmethod
-    def from_group(cls, group: Mapping[str, Any]) -> "MatrixOptions":
+    def from_group(cls, group: Mapping[str, Any], *, blockwise: bool = False) -> "MatrixOptions":
         """Reads the options of a parameter group.
+
+        Args:
+            group: With all options.
+            blockwise: Whether to put `tp_mode="blockwise"` in the place of the group's mode.
 
         Raises:
             ValueError: The coefficient options do not fit each other.
@@ -56,7 +68,7 @@ class MatrixOptions:
         coefficients = get_coefficients(
             group["coefficient_type"], group["num_ns_steps"], group["custom_coefficient_sets"]
         )
-        return cls(coefficients, group["fp32_matmul_prec"], group["tp_mode"])
+        return cls(coefficients, group["fp32_matmul_prec"], "blockwise" if blockwise else group["tp_mode"])
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype in which a matrix whose momentum has `dtype` travels and is multiplied."""
@@ -73,7 +85,6 @@ def normalize_group(group: Mapping[str, Any], defaults: Mapping[str, Any], index
 
     Raises:
         ValueError: A bad option or parameter; names the group, the key and what is allowed.
-        NotImplementedError: A documented option that this version does not have.
     """
     where = f"param_groups[{index}]"
     unknown = sorted(set(group) - set(defaults) - OTHER_KEYS)
@@ -86,6 +97,8 @@ def normalize_group(group: Mapping[str, Any], defaults: Mapping[str, Any], index
     if full["optimizer"] == "adam":
         full["optimizer"] = ADAMW
     check_values(full, where)
+    if full["fused"] is not None:
+        full["fused"] = FusedDim.from_option(full["fused"]).to_option()
     _warn_about_ignored(group, defaults, full["optimizer"], where)
     return full
 
@@ -131,7 +144,6 @@ def check_values(group: Mapping[str, Any], where: str) -> None:
 
     Raises:
         ValueError: A bad value; names `where`, the key and what is allowed.
-        NotImplementedError: A documented option that this version does not have.
     """
     _choice(group, "optimizer", (MUON, ADAMW, "adam"), where)
     _number(group, "lr", where, at_least=0.0)
@@ -150,7 +162,9 @@ def check_values(group: Mapping[str, Any], where: str) -> None:
 def _check_muon_values(group: Mapping[str, Any], where: str) -> None:
     _number(group, "momentum", where, at_least=0.0, below=1.0)
     _number(group, "extra_scale_factor", where, at_least=0.0)
-    for key in ("nesterov", "use_decoupled_weight_decay", "split_qkv"):
+    _number(group, "block_lr_multiplier", where, at_least=0.0)
+    _number(group, "full_lr_multiplier", where, at_least=0.0)
+    for key in ("nesterov", "use_decoupled_weight_decay", "split_qkv", "flatten"):
         _choice(group, key, (True, False), where)
     _choice(group, "fp32_matmul_prec", MATMUL_PRECISIONS, where)
     _choice(group, "tp_mode", TP_MODES, where)
@@ -160,10 +174,31 @@ def _check_muon_values(group: Mapping[str, Any], where: str) -> None:
     try:
         get_muon_scale_factor(1, 1, group["scale_mode"])
         MatrixOptions.from_group(group)
+        if group["fused"] is not None:
+            FusedDim.from_option(group["fused"])
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    if group["split_qkv"]:
-        raise NotImplementedError(f"{where}: split_qkv=True is not available yet; set it to False")
+    _check_qkv_arguments(group, where)
+    period = group["block_period"]
+    if not isinstance(period, int) or isinstance(period, bool) or period < 1:
+        raise ValueError(f"{where}: block_period is {period!r}; it must be a whole number of at least 1")
+    if period > 1 and group["tp_mode"] == "blockwise":
+        raise ValueError(
+            f"{where}: block_period={period} alternates between blocks and whole matrices, but "
+            'tp_mode="blockwise" never works on whole ones; choose another tp_mode'
+        )
+
+
+def _check_qkv_arguments(group: Mapping[str, Any], where: str) -> None:
+    sizes = group["qkv_split_shapes"]
+    is_sequence = isinstance(sizes, tuple | list) and len(sizes) in (3, 4)
+    if sizes is not None and not (is_sequence and all(type(size) is int and size > 0 for size in sizes)):
+        raise ValueError(
+            f"{where}: qkv_split_shapes is {sizes!r}; it must be the rows of (q, k, v) or (q, gate, k, v) per query "
+            "group, whole numbers of at least 1, or None"
+        )
+    if group["is_qkv_fn"] is not None and not callable(group["is_qkv_fn"]):
+        raise ValueError(f"{where}: is_qkv_fn is {group['is_qkv_fn']!r}; it must be a function of a parameter, or None")
 
 
 def _number(group: Mapping[str, Any], key: str, where: str, *, at_least: float, below: float = math.inf) -> None:
@@ -189,6 +224,10 @@ def _choice(group: Mapping[str, Any], key: str, choices: Sequence[object], where
 
 
 def _warn_about_ignored(group: Mapping[str, Any], defaults: Mapping[str, Any], optimizer: str, where: str) -> None:
+    full = {**defaults, **group}
+    for key in ("is_qkv_fn", "qkv_split_shapes"):
+        if optimizer == MUON and full[key] is not None and not full["split_qkv"]:
+            warnings.warn(f"{where}: {key}={full[key]!r} is ignored without split_qkv=True", stacklevel=5)
     for key in sorted(set(group) & set(defaults) - {"optimizer"}):
         ignored = key in ADAMW_ONLY_OPTIONS if optimizer == MUON else key not in ADAMW_OPTIONS
         if ignored and group[key] is not defaults[key] and group[key] != defaults[key]:

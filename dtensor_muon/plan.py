@@ -25,6 +25,7 @@ from enum import Enum
 
 import torch
 
+from dtensor_muon.fused import FusedDim
 from dtensor_muon.layout import ParamLayout, ShardedAxis
 from dtensor_muon.options import MatrixOptions
 
@@ -42,8 +43,21 @@ MODE_TARGETS = {"owner": Target.STACK, "distributed": Target.LONG, "duplicated":
 
 
 @dataclass(frozen=True, slots=True)
+class AssembledSplit:
+    """How assembled matrices are taken apart, because their shards cut through the groups of a fused dim.
+
+    Attributes:
+        fused: The fused dim.
+        scale_mode: Of the parts, which are scaled before they are put together again.
+    """
+
+    fused: FusedDim
+    scale_mode: str
+
+
+@dataclass(frozen=True, slots=True)
 class MatrixEntry:
-    """A parameter as the planner sees it.
+    """A parameter, or a part of a fused one, as the planner sees it.
 
     Attributes:
         name: For messages.
@@ -51,6 +65,7 @@ class MatrixEntry:
         device_type: Of its local tensor.
         compute_dtype: In which it travels and is multiplied.
         options: How it is orthogonalized.
+        split: How it is taken apart once it is assembled; None for one matrix.
     """
 
     name: str
@@ -58,6 +73,7 @@ class MatrixEntry:
     device_type: str
     compute_dtype: torch.dtype
     options: MatrixOptions
+    split: AssembledSplit | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +101,10 @@ class BucketPlan:
         members: Indices into the entries that the plan was built from.
         layout: The layout that they share.
         targets: One per axis of `layout.axes`.
-        iteration: `"plain"` or `"gram"`.
+        iteration: `"plain"`, `"gram"`, or `"auto"` where the parts of `split` have iterations of their own.
         compute_dtype: In which they travel and are multiplied.
         options: How they are orthogonalized.
+        split: How they are taken apart once they are assembled.
         price: Of the busiest rank.
         runner_up: The next best choice and its price, as `explain()` shows them; empty when there was no choice.
         counts: Matrices of each owner, as runs `(matrices, owners)`; empty when all have the same. See [Note: slots].
@@ -99,6 +116,7 @@ class BucketPlan:
     iteration: str
     compute_dtype: torch.dtype
     options: MatrixOptions
+    split: AssembledSplit | None
     price: Price
     runner_up: str = ""
     counts: tuple[tuple[int, int], ...] = ()
@@ -183,5 +201,5 @@ def describe(plan: BucketPlan, entries: Sequence[MatrixEntry]) -> str:
     names = ", ".join(entries[member].name for member in plan.members)
     return (
         f"{layout.shape} {layout.placements} [{targets}] {plan.iteration} {plan.compute_dtype} {plan.options} "
-        f"counts {plan.counts}: {names}"
+        f"{plan.split or 'whole'} counts {plan.counts}: {names}"
     )

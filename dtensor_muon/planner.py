@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from dtensor_muon.balance import balance
 from dtensor_muon.cost import DeviceProfile, default_profile, sharded_flops
+from dtensor_muon.fused import cuts_fall_on_groups, matrices_of
 from dtensor_muon.gram import choose_iteration
 from dtensor_muon.layout import ParamLayout, ShardedAxis
 from dtensor_muon.newton_schulz import work_dtype
@@ -65,7 +66,7 @@ def build(entries: Sequence[MatrixEntry], settings: PlanSettings | None = None) 
     grouped: dict[tuple[object, ...], list[int]] = {}
     for index, entry in enumerate(entries):
         if math.prod(entry.layout.shape):
-            key = (entry.layout, entry.device_type, entry.compute_dtype, entry.options)
+            key = (entry.layout, entry.device_type, entry.compute_dtype, entry.options, entry.split)
             grouped.setdefault(key, []).append(index)
     plans = [plan for members in grouped.values() for plan in _plan_buckets(entries, members, settings)]
     plans.sort(key=lambda plan: -plan.price.flops / plan.matrices_per_owner)
@@ -125,18 +126,21 @@ def _choose(entries: Sequence[MatrixEntry], members: tuple[int, ...], settings: 
     """Returns the cheapest plan of a bucket, and remembers the runner-up."""
     entry = entries[members[0]]
     profile = settings.profile or default_profile(entry.device_type)
-    rows, cols = entry.layout.matrix_shape
-    chosen = choose_iteration(rows, cols, entry.options.coefficients, entry.compute_dtype, entry.device_type)
+    iterations = {"auto"} if entry.split else {"plain", _chosen_iteration(entry, *entry.layout.matrix_shape)}
     candidates = [
         _price(entry, members, targets, iteration, profile)
         for targets in _candidates(entry, len(members))
-        for iteration in sorted({"plain", chosen})
+        for iteration in sorted(iterations)
     ]
     best, *others = sorted(candidates, key=lambda plan: plan.price.seconds)
     if not others:
         return best
     name = _mode_name(others[0].layout, others[0].targets)
     return replace(best, runner_up=f"{name}, {others[0].iteration}: {others[0].price.seconds * 1e3:.3f} ms")
+
+
+def _chosen_iteration(entry: MatrixEntry, rows: int, cols: int) -> str:
+    return choose_iteration(rows, cols, entry.options.coefficients, entry.compute_dtype, entry.device_type)
 
 
 def _candidates(entry: MatrixEntry, num_params: int) -> Iterator[tuple[Target, ...]]:
@@ -148,6 +152,7 @@ def _candidates(entry: MatrixEntry, num_params: int) -> Iterator[tuple[Target, .
     count = num_params * kept_matrices(entry.layout)
     layout, mode = entry.layout, entry.options.tp_mode
     block_axis = _block_axis(entry) if mode == "blockwise" else None
+    _check_split(entry, block_axis)
     choices: list[tuple[Target, ...]] = []
     for axis in layout.axes:
         if axis == block_axis or (axis.dim is not None and layout.matrix_dim(axis) is None):
@@ -156,7 +161,8 @@ def _candidates(entry: MatrixEntry, num_params: int) -> Iterator[tuple[Target, .
             choices.append((Target.STACK,))
         elif mode == "auto":
             repeats = (Target.GATHER,) if count < axis.size else ()
-            choices.append((Target.STACK, Target.LONG, *repeats))
+            sharded = () if entry.split else (Target.LONG,)
+            choices.append((Target.STACK, *sharded, *repeats))
         else:
             choices.append((MODE_TARGETS[mode],))
     for targets in itertools.product(*choices):
@@ -184,6 +190,22 @@ def _block_axis(entry: MatrixEntry) -> ShardedAxis | None:
     return layout.tp_axis
 
 
+def _check_split(entry: MatrixEntry, block_axis: ShardedAxis | None) -> None:
+    """Refuses the modes in which no rank holds whole groups of a fused dim."""
+    if entry.split is None:
+        return
+    layout, fused, mode = entry.layout, entry.split.fused, entry.options.tp_mode
+    cut = mode == "distributed"
+    if block_axis is not None and layout.matrix_dim(block_axis) == fused.dim:
+        cut = not cuts_fall_on_groups(layout.matrix_shape[fused.dim], [block_axis.size], fused.group_size)
+    if cut:
+        raise NotImplementedError(
+            f"{entry.name} (shape {layout.shape}, placements {layout.placements}, fused sizes {fused.sizes} in "
+            f"{fused.num_groups} groups): the shards cut through groups, so tp_mode={mode!r} cannot split it; "
+            'choose tp_mode="auto" or "owner", or shard it between groups'
+        )
+
+
 def _is_possible(layout: ParamLayout, targets: Sequence[Target]) -> bool:
     """A matrix that stays sharded on its long dim keeps every axis that shards this dim: see `distributed_ns`."""
     if Target.LONG not in targets:
@@ -196,29 +218,54 @@ def _price(
     entry: MatrixEntry, members: tuple[int, ...], targets: tuple[Target, ...], iteration: str, profile: DeviceProfile
 ) -> BucketPlan:
     """Predicts what the busiest rank does, from evenly cut shards."""
-    layout, steps = entry.layout, entry.options.coefficients
     plan = BucketPlan(
-        members, layout, targets, iteration, entry.compute_dtype, entry.options, Price(0.0, 0.0, 0.0, 0.0)
+        members,
+        entry.layout,
+        targets,
+        iteration,
+        entry.compute_dtype,
+        entry.options,
+        entry.split,
+        Price(0.0, 0.0, 0.0, 0.0),
     )
-    short, long = _block_shape(layout, targets)
-    dtype = work_dtype(entry.compute_dtype, entry.device_type, iteration, short)
-    count, piece = plan.matrices_per_owner, -(-long // plan.num_pieces)
-    num_small = -(-count // plan.num_pieces) if plan.shares_small_work else count
-    flops, kernels, sums = sharded_flops(short, piece, num_small, count, steps, iteration, dtype, entry.device_type)
-    if entry.device_type == "cpu":
-        kernels *= count
-    seconds = profile.compute_seconds(flops, kernels, dtype)
-    sent_bytes, largest = 0.0, 0.0
+    flops, sent_bytes, seconds, working_bytes = 0.0, 0.0, 0.0, 0.0
+    fused = None if entry.split is None else entry.split.fused
+    for rows, cols, copies in matrices_of(fused, _block_shape(entry.layout, targets)):
+        part = _part_price(entry, plan, (rows, cols), copies, profile)
+        flops += part.flops
+        sent_bytes += part.sent_bytes
+        seconds += part.seconds
+        working_bytes += part.in_flight_bytes
     for axis, numel, launches in _moved(plan):
         sent = numel * entry.compute_dtype.itemsize
         sent_bytes += sent
         seconds += profile.move_seconds(sent, launches, axis.name)
-        largest = max(largest, sent)
+    return replace(plan, price=Price(flops, sent_bytes, seconds, _in_flight_bytes(plan, working_bytes)))
+
+
+def _part_price(
+    entry: MatrixEntry, plan: BucketPlan, shape: tuple[int, int], copies: int, profile: DeviceProfile
+) -> Price:
+    """What orthogonalizing the assembled matrices of one shape costs, of which each member holds `copies`."""
+    short, long = min(shape), max(shape)
+    iteration = _chosen_iteration(entry, *shape) if plan.iteration == "auto" else plan.iteration
+    dtype = work_dtype(entry.compute_dtype, entry.device_type, iteration, short)
+    count, piece = plan.matrices_per_owner * copies, -(-long // plan.num_pieces)
+    num_small = -(-count // plan.num_pieces) if plan.shares_small_work else count
+    flops, kernels, sums = sharded_flops(
+        short, piece, num_small, count, entry.options.coefficients, iteration, dtype, entry.device_type
+    )
+    if entry.device_type == "cpu":
+        kernels *= count
+    seconds, sent_bytes = profile.compute_seconds(flops, kernels, dtype), 0.0
     for axis in plan.long_axes:
         sent = sums * 2 * (axis.size - 1) / axis.size * count * short * (short + 1) / 2 * dtype.itemsize
         sent_bytes += sent
         seconds += profile.move_seconds(sent, sums * (2 if plan.shares_small_work else 1), axis.name)
-    return replace(plan, price=Price(flops, sent_bytes, seconds, _in_flight_bytes(plan, short, piece, dtype.itemsize)))
+    # a split copies the parts out of the assembled matrices and back
+    width = entry.compute_dtype.itemsize * (3 if entry.split else 2)
+    working = count * (short * piece * (width + 2 * dtype.itemsize) + 4 * short * short * dtype.itemsize)
+    return Price(flops, sent_bytes, seconds, working)
 
 
 def _moved(plan: BucketPlan) -> Iterator[tuple[ShardedAxis, float, int]]:
@@ -240,23 +287,20 @@ def _moved(plan: BucketPlan) -> Iterator[tuple[ShardedAxis, float, int]]:
             yield axis, 2 * (axis.size - 1) / axis.size * numel, 2
 
 
-def _in_flight_bytes(plan: BucketPlan, short: int, piece: int, work_size: int) -> float:
+def _in_flight_bytes(plan: BucketPlan, working_bytes: float) -> float:
     """Returns the extra memory of a rank at the worst moment: inputs and buffers of a move, or of the iteration."""
     stored = len(plan.members) * math.prod(plan.layout.shape)
     for axis in plan.layout.axes:
         stored = stored if axis.dim is None else -(-stored // axis.size)
-    computed = plan.matrices_per_owner * short * piece
-    width = plan.compute_dtype.itemsize
-    moving = 3 * max(stored, computed) * width
-    computing = computed * (2 * width + 2 * work_size) + 4 * plan.matrices_per_owner * short * short * work_size
-    return max(moving, computing)
+    computed = plan.matrices_per_owner * math.prod(_block_shape(plan.layout, plan.targets)) // plan.num_pieces
+    return max(3 * max(stored, computed) * plan.compute_dtype.itemsize, working_bytes)
 
 
 def _block_shape(layout: ParamLayout, targets: Sequence[Target]) -> tuple[int, int]:
-    """Short and long side of what is orthogonalized: the matrix, or its largest block."""
+    """Rows and columns of what is orthogonalized: the matrix, or its largest block."""
     shape = list(layout.matrix_shape)
     for axis, target in zip(layout.axes, targets, strict=True):
         dim = layout.matrix_dim(axis)
         if target is Target.KEEP and dim is not None:
             shape[dim] = -(-shape[dim] // axis.size)
-    return min(shape), max(shape)
+    return shape[0], shape[1]

@@ -11,11 +11,28 @@ from torch.profiler import record_function
 
 from dtensor_muon.distributed_ns import orthogonalize_sharded
 from dtensor_muon.functional import apply_updates, get_muon_scale_factor, muon_inputs
+from dtensor_muon.fused import View, merge, split
 from dtensor_muon.lane import Lane
 from dtensor_muon.layout import local_tensor
 from dtensor_muon.newton_schulz import matmul_precision
-from dtensor_muon.plan import BucketPlan, Target, long_dim_of
+from dtensor_muon.plan import AssembledSplit, BucketPlan, Target, long_dim_of
 from dtensor_muon.redistribute import BucketMover, Computed
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter, or the part of it that a view takes."""
+
+    param: Tensor
+    view: View | None = None
+
+    def of(self, local: Tensor) -> Tensor:
+        """Returns the member's part of the parameter's shard, or of a tensor shaped like it, sharing its memory."""
+        return local if self.view is None else self.view.of(local)
+
+    def matrices(self, part: Tensor) -> Tensor:
+        """Returns a part as matrices, the shard of the layout that was planned."""
+        return part if self.view is None else self.view.matrices(part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +40,7 @@ class Segment:
     """Consecutive members of a bucket that share a parameter group, and so the options of the local math."""
 
     group: dict[str, Any]
-    params: tuple[Tensor, ...]
+    members: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +69,7 @@ def run(
     """
     pending: tuple[Bucket, Computed] | None = None
     for bucket in buckets:
-        if not any(param in gradients for segment in bucket.segments for param in segment.params):
+        if not any(member.param in gradients for segment in bucket.segments for member in segment.members):
             continue
         with record_function("Muon::prepare"):
             inputs = _prepare(bucket, gradients, momentum_of)
@@ -90,14 +107,14 @@ def _prepare(
     dtype = bucket.plan.compute_dtype
     inputs: list[Tensor] = []
     for segment in bucket.segments:
-        present = [param for param in segment.params if param in gradients]
+        present = [member for member in segment.members if member.param in gradients]
         group = segment.group
-        ready: dict[Tensor, Tensor] = {}
+        ready: dict[Member, Tensor] = {}
         if present:
             results = muon_inputs(
-                [local_tensor(param) for param in present],
-                [gradients[param] for param in present],
-                [momentum_of(param) for param in present],
+                [member.of(local_tensor(member.param)) for member in present],
+                [member.of(gradients[member.param]) for member in present],
+                [member.of(momentum_of(member.param)) for member in present],
                 lr=group["lr"],
                 momentum=group["momentum"],
                 nesterov=group["nesterov"],
@@ -106,8 +123,12 @@ def _prepare(
                 dtype=dtype,
             )
             ready = dict(zip(present, results, strict=True))
-        for param in segment.params:
-            inputs.append(ready[param] if param in ready else torch.zeros_like(local_tensor(param), dtype=dtype))
+        for member in segment.members:
+            if member in ready:
+                part = ready[member]
+            else:
+                part = torch.zeros_like(member.of(local_tensor(member.param)), dtype=dtype)
+            inputs.append(member.matrices(part))
     return inputs
 
 
@@ -117,6 +138,8 @@ def _compute(bucket: Bucket, computed: Computed) -> Tensor:
     if options.fp32_matmul_prec != "medium":
         precision = matmul_precision(options.fp32_matmul_prec)
     with precision:
+        if plan.split is not None:
+            return _orthogonalize_parts(bucket, plan.split, computed.matrices)
         if Target.LONG not in plan.targets:
             return bucket.orthogonalize(computed.matrices, options.coefficients, iteration=plan.iteration)
         return orthogonalize_sharded(
@@ -128,21 +151,44 @@ def _compute(bucket: Bucket, computed: Computed) -> Tensor:
         )
 
 
+def _orthogonalize_parts(bucket: Bucket, how: AssembledSplit, matrices: Tensor) -> Tensor:
+    """Takes assembled matrices apart, and puts the orthogonalized and scaled parts together again."""
+    parts = split(how.fused, matrices)
+    by_shape: dict[torch.Size, list[int]] = {}
+    for index, part in enumerate(parts):
+        by_shape.setdefault(part.shape[1:], []).append(index)
+    for (rows, cols), found in by_shape.items():
+        counts = [parts[index].shape[0] for index in found]
+        stack = torch.cat([parts[index] for index in found])
+        updates = bucket.orthogonalize(stack, bucket.plan.options.coefficients, iteration=bucket.plan.iteration)
+        updates = updates * get_muon_scale_factor(rows, cols, how.scale_mode)
+        for index, update in zip(found, updates.split(counts), strict=True):
+            parts[index] = update
+    return merge(how.fused, parts, matrices)
+
+
 def _apply(bucket: Bucket, gradients: Mapping[Tensor, Tensor], shards: Sequence[Tensor], block: Sequence[int]) -> None:
     layout = bucket.plan.layout
-    kept = [
+    is_block = any(
         target is Target.KEEP and layout.matrix_dim(axis) is not None
         for axis, target in zip(layout.axes, bucket.plan.targets, strict=True)
-    ]
-    rows, cols = block if any(kept) else layout.matrix_shape
+    )
+    rows, cols = block if is_block else layout.matrix_shape
     first = 0
     for segment in bucket.segments:
-        updates = dict(zip(segment.params, shards[first : first + len(segment.params)], strict=True))
-        first += len(segment.params)
-        present = [param for param in segment.params if param in gradients]
+        updates = dict(zip(segment.members, shards[first : first + len(segment.members)], strict=True))
+        first += len(segment.members)
+        present = [member for member in segment.members if member.param in gradients]
         if present:
             group = segment.group
-            factor = get_muon_scale_factor(rows, cols, group["scale_mode"]) * group["extra_scale_factor"]
+            factor: float = group["extra_scale_factor"]
+            factor *= group["block_lr_multiplier" if is_block else "full_lr_multiplier"]
+            if bucket.plan.split is None:
+                factor *= get_muon_scale_factor(rows, cols, group["scale_mode"])
+            parts = [member.of(local_tensor(member.param)) for member in present]
             apply_updates(
-                [local_tensor(param) for param in present], [updates[param] for param in present], group["lr"], factor
+                parts,
+                [updates[member].reshape(part.shape) for member, part in zip(present, parts, strict=True)],
+                group["lr"],
+                factor,
             )

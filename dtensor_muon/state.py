@@ -34,7 +34,8 @@ def momentum_dtype(group: Mapping[str, Any], param: Tensor) -> torch.dtype:
 def new_state(group: Mapping[str, Any], param: Tensor) -> dict[str, Tensor]:
     """Returns the state of a parameter before the first step."""
     if group["optimizer"] == MUON:
-        return {"momentum_buffer": torch.zeros_like(param, dtype=momentum_dtype(group, param), requires_grad=False)}
+        buffer = torch.zeros_like(param, dtype=momentum_dtype(group, param), requires_grad=False)
+        return {"momentum_buffer": buffer, **({"step": torch.zeros(())} if group["block_period"] > 1 else {})}
     return {
         "step": torch.zeros(()),
         "exp_avg": torch.zeros_like(param, requires_grad=False),
@@ -188,6 +189,11 @@ def _members(
 def _accept_entry(name: str, param: Tensor, entry: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     where = describe_tensor(name, param)
     expected = STATE_KEYS[group["optimizer"]]
+    if group["optimizer"] == MUON:
+        # whether there is a step counter depends on an option that may change between two runs
+        step = {"step": entry.get("step", 0)} if group["block_period"] > 1 else {}
+        entry = {**{key: value for key, value in entry.items() if key != "step"}, **step}
+        expected |= set(step)
     if set(entry) != expected:
         raise ValueError(
             f"the state of {where} has the keys {sorted(entry)} in the checkpoint; "

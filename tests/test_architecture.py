@@ -34,6 +34,7 @@ ORDER = [
     "state",
     "lane",
     "schedule",
+    "members",
     "optimizer",
     "routing",
     "overrides",
