@@ -31,7 +31,7 @@ _NORM_CLASS = re.compile(r"Norm(?:\d?d)?$")
 _EMBEDDING_CLASS = re.compile(r"Embed(?:ding|dings|der)?$")
 _EMBEDDING_PATH = re.compile(rf"(?:^|\.)(?:\w+_)?(?:wte|wpe|emb|embed|embedder|embeddings?)(?:_\w+)?{_AFTER_BLOCKS}")
 _INPUT_PATH = re.compile(rf"{_BEFORE_BLOCKS}(?:img|txt)_in{_AFTER_BLOCKS}")
-_OUTER_CONVOLUTION_PATH = re.compile(rf"{_BEFORE_BLOCKS}(?:conv_in|conv_out|conv1|stem){_AFTER_BLOCKS}")
+_OUTER_CONVOLUTION_PATH = re.compile(r"^(?:[^.\d]+\.)*(?:conv_in$|conv_out$|conv1$|stem(?:\.|$)|decoder(?:\.\d+)?$)")
 _LEARNED_INPUT_LEAF = re.compile(r"embed|pos_emb|position|(?:^|_)tokens?$")
 _HEAD_PATH = re.compile(
     r"(?:^|\.)(?:lm_heads?|shared_head|unembed(?:ding)?|output_layer)(?:\.|$)"
