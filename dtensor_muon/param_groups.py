@@ -89,6 +89,8 @@ def build_param_groups(
     )
     routed = [_route(sites, param, overrides, defaults) for sites, param in parameters]
     for index, override in enumerate(overrides):
+        if override.fused is not None:
+            _check_description(index, overrides, routed)
         _check_override(index, override, routed, whole_names)
     if whole_names is None and not any(route.optimizer == MUON for route in routed):
         _warn_no_matrix(routed)
@@ -152,8 +154,7 @@ def _route(
     fused = _choose_fused(names, matrix_shape(param.shape, flatten), optimizer, matching, defaults.fused)
     if fused is None and flatten and conv_groups not in (None, 1) and FUSED not in special:
         fused = FusedDim((param.shape[0] // conv_groups,), conv_groups, heads=True)
-    plain = (None, False)
-    kind = (fused, flatten) if optimizer == MUON else plain
+    kind = (fused, flatten) if optimizer == MUON else (None, False)
     return _Route(names[0], param, optimizer, matches[0] if matches else -1, matches, reason, *kind)
 
 
@@ -195,12 +196,6 @@ def _choose_fused(
         )
     if matching and FUSED in matching[0].options:
         return matching[0].fused
-    if claims and found is None:
-        warnings.warn(
-            f"override {claims[0][0].name!r}: fused is ignored for {names[0]!r}, which override {matching[0].name!r} "
-            "claims first; move it forward, or give fused to both",
-            stacklevel=4,
-        )
     return found
 
 
@@ -232,10 +227,15 @@ def _check_override(
     if claimed:
         optimizers = {route.optimizer for route in claimed}
         ignored = sorted(key for key in override.options if not any(option_for(name, key) for name in optimizers))
+        why = f"everything it matches goes to {' and '.join(sorted(optimizers))}"
+        if override.options.get(FLATTEN) is False:
+            ignored = [key for key in ignored if key != FLATTEN]
+        elif not ignored and FLATTEN in override.options and not any(route.flatten for route in claimed):
+            ignored, why = [FLATTEN], "nothing it matches is a convolution"
         if ignored:
             warnings.warn(
-                f"override {override.name!r}: {', '.join(ignored)} is ignored, because everything it matches goes to "
-                f"{' and '.join(sorted(optimizers))} (first: {claimed[0].name!r})",
+                f"override {override.name!r}: {', '.join(ignored)} is ignored, because {why} "
+                f"(first: {claimed[0].name!r})",
                 stacklevel=3,
             )
     elif any(index in route.matches for route in routed):
@@ -251,6 +251,25 @@ def _check_override(
             f"override {override.name!r} matches no trainable parameter; the names look like {list(names[:3])}"
             " (for one stage of a pipeline, give all_names of the whole model)"
         )
+
+
+def _check_description(index: int, overrides: Sequence[ParamOverride], routed: Sequence[_Route]) -> None:
+    """Raises when an override describes vectors only; warns when it describes what an earlier one claims."""
+    override = overrides[index]
+    claimed = [route for route in routed if route.override == index]
+    if override.fused and claimed and all(route.param.ndim < 2 for route in claimed):
+        where = f"override {override.name!r}, parameter {claimed[0].name!r}"
+        override.fused.resolve(claimed[0].param.shape, where)
+    for route in routed:
+        first = overrides[route.override]
+        undescribed = route.optimizer == MUON and route.fused is None and FUSED not in first.options
+        if index in route.matches and undescribed:
+            warnings.warn(
+                f"override {override.name!r}: fused is ignored for {route.name!r}, which override {first.name!r} "
+                "claims first; move it forward, or give fused to both",
+                stacklevel=3,
+            )
+            return
 
 
 def _make_group(
