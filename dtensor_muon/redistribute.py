@@ -52,6 +52,7 @@ class BucketMover:
         self._num_slots = plan.num_owners * plan.matrices_per_owner
         self._num_owned = _num_owned(plan)
         self._num_kept = kept_matrices(plan.layout)
+        self._real = _real_matrices(plan)
 
     def to_compute(self, shards: list[Tensor]) -> Computed:
         """Brings a bucket into its compute layout.
@@ -69,8 +70,15 @@ class BucketMover:
             undo.append(back)
         per_owner = self.plan.matrices_per_owner
         owned = stack if self._num_owned is None else stack.narrow(0, 0, self._num_owned)
+        num_owned = owned.shape[0]
+        if self._real is not None:
+            owned = owned[self._real]
 
         def to_storage(updates: Tensor) -> list[Tensor]:
+            if self._real is not None:
+                some = updates
+                updates = some.new_zeros((num_owned, *some.shape[1:]))
+                updates[self._real] = some
             if self._num_owned is not None:
                 updates = _pad(updates, 0, per_owner)
             for back in reversed(undo):
@@ -281,13 +289,35 @@ def _pad(x: Tensor, dim: int, size: int) -> Tensor:
     return torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing])
 
 
+def _owner(plan: BucketPlan) -> int:
+    """Returns which owner of the stack this rank is."""
+    owner: int = 0
+    for axis in plan.stack_axes:
+        if plan.layout.mesh is not None:
+            owner = owner * axis.size + plan.layout.mesh.get_local_rank(axis.axis)
+    return owner
+
+
+def _real_matrices(plan: BucketPlan) -> list[int] | None:
+    """Returns which of its matrices this rank computes, None for all.
+
+    Where fewer experts are on this rank than on others, the stack holds zeros in their place. Simulated ranks, which
+    are all one, compute these as well.
+    """
+    num_kept, owner = kept_matrices(plan.layout), _owner(plan)
+    num_real = math.prod(local_sizes(plan.layout)[1][:-2])
+    if not plan.stack_axes or not isinstance(num_real, int) or not isinstance(owner, int) or num_real == num_kept:
+        return None
+    first = owner * plan.matrices_per_owner
+    mine = [matrix for matrix, slot in enumerate(plan.slots()) if first <= slot < first + plan.matrices_per_owner]
+    return [place for place, matrix in enumerate(mine) if matrix % num_kept < num_real]
+
+
 def _num_owned(plan: BucketPlan) -> int | None:
     """Returns how many of its slots this rank computes, None for all; see [Note: slots] in `plan`."""
     if plan.layout.mesh is None or not plan.counts:
         return None
-    owner: int = 0
-    for axis in plan.stack_axes:
-        owner = owner * axis.size + plan.layout.mesh.get_local_rank(axis.axis)
+    owner = _owner(plan)
     # a sum of steps rather than a look-up: the rank is symbolic on simulated meshes
     mine, first, previous = 0, 0, 0
     for count, owners in plan.counts:

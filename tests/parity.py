@@ -20,12 +20,25 @@ EXACT = {"lr": 0.02, "weight_decay": 0.0, "coefficient_type": "simple", "fp32_ma
 Shape = tuple[int, ...]
 
 
+# picks the elements of one matrix out of a parameter
+Index = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What a parameter's attribute `fused_dim` says, and the matrices in it, stated by hand."""
+
+    attribute: Any
+    matrices: tuple[Index, ...]
+
+
 @dataclass(frozen=True)
 class Case:
     """Parameters with their layouts, and the optimizer's options beside `EXACT`."""
 
     tensors: tuple[tuple[Shape, Layout], ...]
     options: dict[str, Any] = field(default_factory=dict)
+    fused: tuple[Fused | None, ...] = ()
     steps: int = 2
     weight_scale: float = 0.1
     grad_scale: float = 1.0
@@ -65,14 +78,27 @@ def reference_of(options: dict[str, Any]) -> ReferenceMuon:
     return ReferenceMuon(**{names.get(key, key): options[key] for key in known if key in options})
 
 
+def reference_step(
+    reference: ReferenceMuon, fused: Fused | None, weight: Tensor, grad: Tensor, state: dict[Any, Any]
+) -> Tensor:
+    """A step of one parameter, or of the separate parameters that a fused one holds."""
+    if fused is None:
+        return reference.step(weight, grad, state)
+    after = weight.double()
+    for place, index in enumerate(fused.matrices):
+        after[index] = reference.step(weight[index], grad[index], state.setdefault(place, {}))
+    return after
+
+
 def trajectory(run: Case, reference: ReferenceMuon) -> list[list[tuple[Tensor, Tensor]]]:
     """Weights before (in the parameter's dtype) and after (fp64) each step, by step and parameter."""
     weights, states = run.weights(), [{} for _ in run.tensors]
+    descriptions = run.fused or [None] * len(states)
     result = []
     for step in range(run.steps):
         after = [
-            reference.step(weight, grad, state)
-            for weight, grad, state in zip(weights, run.grads(step), states, strict=True)
+            reference_step(reference, fused, weight, grad, state)
+            for fused, weight, grad, state in zip(descriptions, weights, run.grads(step), states, strict=True)
         ]
         result.append(list(zip(weights, after, strict=True)))
         weights = [weight.to(run.param_dtype) for weight in after]
@@ -118,6 +144,9 @@ def train(rank: int, run: Case, path: list[list[tuple[Tensor, Tensor]]]) -> list
     """The body: trains on this rank's shards, back on the reference's path before each step; returns them after it."""
     layouts = [layout for _, layout in run.tensors]
     params = sharded_params(rank, list(zip(run.weights(), layouts, strict=True)))
+    for param, fused in zip(params, run.fused, strict=False):
+        if fused is not None:
+            param.fused_dim = fused.attribute
     optimizer = Muon(params, **EXACT | run.options)
     results = []
     for step in range(run.steps):

@@ -8,7 +8,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtensor_muon import Muon
+from dtensor_muon import FusedDim, Muon
 
 LARGE = {
     "fsdp_tp_col": Layout((32, 8), (strided(0, 8), S(0)), ((1, 0), (0, 0)), ("fsdp", "tp")),
@@ -16,14 +16,14 @@ LARGE = {
 }
 
 
-def collectives(layout, shapes, mode="owner", first=False):
-    """Counts by op of rank 0's second step (`first`: of its first, which agrees on the plan as well)."""
+def collectives(layout, shapes, mode="owner", first=False, fused=None, step=2, **options):
+    """Counts by op of rank 0's last step, the second unless said otherwise (`first` agrees on the plan as well)."""
     dist.init_process_group("fake", rank=0, world_size=layout.world, store=FakeStore())
     try:
         run = case(layout, shapes)
         params = sharded_params(0, [(weight, layout) for weight in run.weights()])
-        optimizer = Muon(params, **EXACT, tp_mode=mode)
-        for _ in range(1 if first else 2):
+        optimizer = Muon(params, **EXACT, tp_mode=mode, fused=fused, **options)
+        for _ in range(1 if first else step):
             for param, grad in zip(params, run.grads(0), strict=True):
                 set_grad(0, param, grad, layout)
             with CommDebugMode() as counted:
@@ -152,6 +152,43 @@ class TestCollectives(TestCase):
 2 all_reduce
 2 shard_dim_alltoall""",
         )
+
+    def test_fused_dims_whose_groups_are_local(self):
+        """Q, K and V travel as matrices of their own: one bucket of Q, one of K and V."""
+        per_group = FusedDim((4, 1, 1))
+        for layout in ("fsdp0", "fsdp1", "tp_row"):
+            self.assertExpectedInline(
+                collectives(LAYOUTS[layout], [(24, 20)] * 4, fused=per_group),
+                """\
+1 all_reduce
+4 shard_dim_alltoall""",
+            )
+
+    def test_fused_dims_whose_groups_are_cut(self):
+        """The weight travels as a whole, as often as one that is not fused."""
+        self.assertExpectedInline(
+            collectives(LAYOUTS["fsdp0"], [(24, 20)] * 4, fused=FusedDim((16, 4, 4))),
+            """\
+1 all_reduce
+2 shard_dim_alltoall""",
+        )
+
+    def test_heads_of_this_rank_need_no_data_from_others(self):
+        heads = FusedDim((3,), heads=True)
+        columns = FusedDim((3,), dim=1, heads=True)
+        self.assertExpectedInline(collectives(LAYOUTS["fsdp0"], [(24, 20)] * 4, fused=heads), """1 all_reduce""")
+        self.assertExpectedInline(collectives(LAYOUTS["tp_row"], [(20, 24)] * 4, fused=columns), """1 all_reduce""")
+        self.assertExpectedInline(collectives(LAYOUTS["fsdp_tp_col"], [(24, 20)] * 4, fused=heads), """2 all_reduce""")
+        self.assertExpectedInline(collectives(LARGE["ep"], [(8, 6, 10)] * 2, fused=heads), """2 all_reduce""")
+
+    def test_block_period(self):
+        """Steps 1 and 4 are of whole matrices, 2 and 3 of blocks, which tensor parallelism need not move."""
+        whole = """\
+1 all_reduce
+2 shard_dim_alltoall"""
+        for step, expected in ((3, """1 all_reduce"""), (5, """1 all_reduce"""), (7, whole)):
+            found = collectives(LAYOUTS["tp_row"], ONE, "auto", step=step, block_period=3)
+            assert found == expected, step
 
     def test_first_step_agrees_on_the_plan(self):
         self.assertExpectedInline(
