@@ -11,7 +11,7 @@ from simulated import Layout, ReferenceMuon, build_mesh, from_local, relative_er
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_muon import Muon
+from dtensor_muon import FusedDim, Muon
 
 # fp32 rounding over five Newton-Schulz steps and a sum in another order; the issue's bound
 TOLERANCE = 1e-5
@@ -64,6 +64,26 @@ class Case:
 
 def case(layout: Layout, shapes: Sequence[Shape], **options: Any) -> Case:
     return Case(tuple((shape, layout) for shape in shapes), options)
+
+
+def rows_of_parts(sizes: Sequence[int], groups: int, heads: bool = False) -> list[list[int]]:
+    """The rows of each matrix, written from the layout `groups x (sizes)`."""
+    total = sum(sizes)
+    matrices = []
+    for part, size in enumerate(sizes):
+        first = sum(sizes[:part])
+        per_group = [[group * total + first + row for row in range(size)] for group in range(groups)]
+        matrices += per_group if heads else [[row for rows in per_group for row in rows]]
+    return matrices
+
+
+def fused_weight(
+    sizes: Sequence[int], groups: int, dim: int = 0, heads: bool = False, given: int | None = None
+) -> Fused:
+    """A description and its matrices as indices of the last two dims."""
+    matrices = [torch.tensor(rows) for rows in rows_of_parts(sizes, groups, heads)]
+    indices = tuple((..., rows) if dim else (..., rows, slice(None)) for rows in matrices)
+    return Fused(FusedDim(tuple(sizes), given, dim, heads), indices)
 
 
 def full_tensors(shapes: Sequence[Shape], seed: int, scale: float = 1.0) -> list[Tensor]:

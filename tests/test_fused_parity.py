@@ -4,47 +4,41 @@ from dataclasses import replace
 
 import pytest
 import torch
-from parity import EXACT, TOLERANCE, Case, Fused, parity_error, set_grad, sharded_params, train, trajectory, worst_error
+from parity import (
+    EXACT,
+    TOLERANCE,
+    Case,
+    Fused,
+    fused_weight,
+    parity_error,
+    rows_of_parts,
+    set_grad,
+    sharded_params,
+    train,
+    trajectory,
+    worst_error,
+)
 from ranks import on_threads
 from simulated import LAYOUTS, Layout, R, ReferenceMuon, S, strided
 
 from dtensor_muon import FusedDim, Muon
 
-
-def rows_of_parts(sizes, groups, heads=False):
-    """The rows of each matrix, written from the layout `groups x (sizes)`."""
-    total = sum(sizes)
-    matrices = []
-    for part, size in enumerate(sizes):
-        first = sum(sizes[:part])
-        per_group = [[group * total + first + row for row in range(size)] for group in range(groups)]
-        matrices += per_group if heads else [[row for rows in per_group for row in rows]]
-    return matrices
-
-
-def fused(sizes, groups, dim=0, heads=False, given=None):
-    """A description and its matrices as indices of the last two dims."""
-    matrices = [torch.tensor(rows) for rows in rows_of_parts(sizes, groups, heads)]
-    indices = tuple((..., rows) if dim else (..., rows, slice(None)) for rows in matrices)
-    return Fused(FusedDim(sizes, given, dim, heads), indices)
-
-
 # name: description by hand, rows or columns that it covers
 FORMS = {
-    "contiguous": (fused((8, 2, 2), 1), (12, 10)),
-    "q, k, v per query group": (fused((2, 1, 1), 4), (16, 10)),
-    "gated: q, gate, k, v": (fused((2, 2, 1, 1), 4, given=4), (24, 10)),
-    "gate and up row by row": (fused((1, 1), 8), (16, 6)),
-    "contiguous gate and up": (fused((8, 8), 1), (16, 6)),
-    "flux linear1: q, k, v, mlp": (fused((3, 3, 3, 12), 1), (21, 5)),
-    "flux linear2, columns": (fused((4, 8), 1, dim=1), (5, 12)),
-    "columns per group": (fused((2, 1), 4, dim=1), (10, 12)),
-    "latent attention wkv_b: two matrices": (fused((3, 2), 4), (20, 6)),
-    "heads": (fused((4,), 4, heads=True), (16, 10)),
-    "heads of an output projection": (fused((4,), 4, dim=1, heads=True), (10, 16)),
-    "heads of q, k, v": (fused((2, 1, 1), 4, heads=True), (16, 10)),
-    "five heads": (fused((3,), 5, heads=True), (15, 7)),
-    "three groups": (fused((4, 2, 2), 3), (24, 9)),
+    "contiguous": (fused_weight((8, 2, 2), 1), (12, 10)),
+    "q, k, v per query group": (fused_weight((2, 1, 1), 4), (16, 10)),
+    "gated: q, gate, k, v": (fused_weight((2, 2, 1, 1), 4, given=4), (24, 10)),
+    "gate and up row by row": (fused_weight((1, 1), 8), (16, 6)),
+    "contiguous gate and up": (fused_weight((8, 8), 1), (16, 6)),
+    "flux linear1: q, k, v, mlp": (fused_weight((3, 3, 3, 12), 1), (21, 5)),
+    "flux linear2, columns": (fused_weight((4, 8), 1, dim=1), (5, 12)),
+    "columns per group": (fused_weight((2, 1), 4, dim=1), (10, 12)),
+    "latent attention wkv_b: two matrices": (fused_weight((3, 2), 4), (20, 6)),
+    "heads": (fused_weight((4,), 4, heads=True), (16, 10)),
+    "heads of an output projection": (fused_weight((4,), 4, dim=1, heads=True), (10, 16)),
+    "heads of q, k, v": (fused_weight((2, 1, 1), 4, heads=True), (16, 10)),
+    "five heads": (fused_weight((3,), 5, heads=True), (15, 7)),
+    "three groups": (fused_weight((4, 2, 2), 3), (24, 9)),
 }
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from parity import EXACT, TOLERANCE, full_tensors, set_grad, sharded_params
+from parity import EXACT, TOLERANCE, Fused, full_tensors, fused_weight, set_grad, sharded_params
+from parity import reference_step as muon_step
 from ranks import on_threads
 from simulated import Layout, R, ReferenceMuon, S, strided
 from torch import Tensor
@@ -39,6 +40,7 @@ class Draw:
     options: dict[str, Any]
     dtype: torch.dtype
     missing: frozenset[tuple[int, int]]
+    fused: tuple[Fused | None, ...]
 
     @property
     def world(self) -> int:
@@ -84,13 +86,21 @@ def draws(draw):
     mesh = draw(
         st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda sizes: math.prod(sizes) <= MOST_RANKS)
     )
-    tensors, kinds = [], []
+    tensors, kinds, fused = [], [], []
     for _ in range(draw(st.integers(1, 3))):
         matrix = draw(st.booleans()) or not tensors
         ndim = draw(st.sampled_from([2, 2, 2, 3])) if matrix else draw(st.integers(1, 2))
         shape = tuple(draw(st.integers(0 if matrix else 1, 9)) for _ in range(ndim))
-        tensors.append((shape, draw(layouts(mesh, ndim))))
+        description = None
+        if matrix and draw(st.booleans()):
+            sizes, groups = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)), draw(st.integers(1, 4))
+            dim, heads = draw(st.sampled_from([0, 0, 1])), draw(st.booleans())
+            description = fused_weight(sizes, groups, dim, heads)
+            shape = list(shape)
+            shape[ndim - 2 + dim] = groups * sum(sizes)
+        tensors.append((tuple(shape), draw(layouts(mesh, ndim))))
         kinds.append(matrix)
+        fused.append(description)
     world = math.prod(mesh)
     # a replica that alone misses a gradient would make replicas differ, so ranks miss one by whole replicas or all do
     missing = set()
@@ -104,7 +114,7 @@ def draws(draw):
             }
     dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16]))
     options = {
-        "tp_mode": draw(st.sampled_from(["auto", "owner", "duplicated", "distributed"])),
+        "tp_mode": draw(st.sampled_from(["auto", "owner", "duplicated"] + ["distributed"] * (not any(fused)))),
         "nesterov": draw(st.booleans()),
         "momentum": draw(st.sampled_from([0.0, 0.9])),
         "weight_decay": draw(st.sampled_from([0.0, 0.1])),
@@ -112,7 +122,7 @@ def draws(draw):
         "scale_mode": draw(st.sampled_from(["spectral", "shape_scaling", "unit_rms_norm"])),
         "momentum_dtype": torch.float32 if dtype is torch.bfloat16 else None,
     }
-    return Draw(tuple(tensors), tuple(kinds), options, dtype, frozenset(missing))
+    return Draw(tuple(tensors), tuple(kinds), options, dtype, frozenset(missing), tuple(fused))
 
 
 def groups_of(run, params):
@@ -124,6 +134,9 @@ def groups_of(run, params):
 
 def sharded_step(rank, run):
     params = sharded_params(rank, [(w, lay) for w, (_, lay) in zip(run.full(0, run.dtype), run.tensors, strict=True)])
+    for param, fused in zip(params, run.fused, strict=True):
+        if fused is not None:
+            param.fused_dim = fused.attribute
     optimizer = Muon(groups_of(run, params), **EXACT)
     for index, (param, grad) in enumerate(zip(params, run.full(1, run.dtype), strict=True)):
         if (rank, index) not in run.missing:
@@ -143,14 +156,15 @@ def reference_step(run, index):
         torch.optim.AdamW([param], lr=EXACT["lr"], betas=(0.9, 0.95), weight_decay=0.1).step()
         return param.detach().double()
     options = run.options
-    return ReferenceMuon(
+    reference = ReferenceMuon(
         lr=EXACT["lr"],
         momentum=options["momentum"],
         nesterov=options["nesterov"],
         weight_decay=options["weight_decay"],
         decoupled=options["use_decoupled_weight_decay"],
         scale=lambda rows, cols: get_muon_scale_factor(rows, cols, options["scale_mode"]),
-    ).step(weight, grad, {})
+    )
+    return muon_step(reference, run.fused[index], weight, grad, {})
 
 
 def worst_error(run, results):
@@ -189,6 +203,7 @@ def test_the_comparison_can_fail():
         {**options, "use_decoupled_weight_decay": True, "scale_mode": "spectral"},
         torch.float32,
         frozenset(),
+        (None,),
     )
     results = [result for _, result in on_threads(4, sharded_step, run)]
     assert worst_error(run, results) <= TOLERANCE
