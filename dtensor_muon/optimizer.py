@@ -135,8 +135,10 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         arguments = locals()
         defaults = {key: arguments[key] for key in GROUP_OPTIONS} | {"optimizer": MUON}
-        normalize_group({"params": []}, defaults, 0)
-        normalize_group({"params": [], "optimizer": ADAMW}, defaults, 0)
+        for name in (MUON, ADAMW):
+            check_values({**defaults, "optimizer": name}, "param_groups[0]")
+        if not isinstance(compile, bool):
+            raise ValueError(f"compile is {compile!r}; it must be True or False")
         self._settings = PlanSettings(device_profile, max_bucket_bytes)
         self._compile = compile
         check_nonfinite(nonfinite)

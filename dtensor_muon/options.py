@@ -65,9 +65,8 @@ class MatrixOptions:
         Raises:
             ValueError: The coefficient options do not fit each other.
         """
-        coefficients = get_coefficients(
-            group["coefficient_type"], group["num_ns_steps"], group["custom_coefficient_sets"]
-        )
+        custom = group["custom_coefficient_sets"] if group["coefficient_type"] == "custom" else None
+        coefficients = get_coefficients(group["coefficient_type"], group["num_ns_steps"], custom)
         return cls(coefficients, group["fp32_matmul_prec"], "blockwise" if blockwise else group["tp_mode"])
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -123,11 +122,13 @@ def check_matrix(name: str, param: torch.Tensor) -> None:
 
 
 def check_dtype(name: str, param: torch.Tensor) -> None:
-    """Checks that a parameter is real floating point.
+    """Checks that a parameter is dense and real floating point.
 
     Raises:
-        ValueError: It is complex or integer.
+        ValueError: It is sparse, complex or integer.
     """
+    if param.layout != torch.strided:
+        raise ValueError(f"{describe_tensor(name, param)}: the layout {param.layout} is not supported; make it dense")
     if not param.is_floating_point():
         raise ValueError(
             f"{describe_tensor(name, param)}: the dtype must be real floating point; "
@@ -225,9 +226,11 @@ def _choice(group: Mapping[str, Any], key: str, choices: Sequence[object], where
 
 def _warn_about_ignored(group: Mapping[str, Any], defaults: Mapping[str, Any], optimizer: str, where: str) -> None:
     full = {**defaults, **group}
-    for key in ("is_qkv_fn", "qkv_split_shapes"):
-        if optimizer == MUON and full[key] is not None and not full["split_qkv"]:
-            warnings.warn(f"{where}: {key}={full[key]!r} is ignored without split_qkv=True", stacklevel=5)
+    needs = {"is_qkv_fn": "split_qkv", "qkv_split_shapes": "split_qkv", "custom_coefficient_sets": "coefficient_type"}
+    for key, other in needs.items():
+        value = True if other == "split_qkv" else "custom"
+        if optimizer == MUON and full[key] is not None and full[other] != value:
+            warnings.warn(f"{where}: {key}={full[key]!r} is ignored without {other}={value!r}", stacklevel=5)
     for key in sorted(set(group) & set(defaults) - {"optimizer"}):
         ignored = key in ADAMW_ONLY_OPTIONS if optimizer == MUON else key not in ADAMW_OPTIONS
         if ignored and group[key] is not defaults[key] and group[key] != defaults[key]:

@@ -35,6 +35,20 @@ def test_weights_whose_groups_are_cut_stay_together():
     assert [row[:4] for row in rows_of(table)] == [["a (+3) 24x20", "4", "owner", "auto"]]
 
 
+def mode_of_a_tall_weight(rank, layout, fused):
+    (param,) = sharded_params(rank, [(torch.ones(4096, 256), layout)])
+    return rows_of(Muon([("w", param)], **EXACT, fused=fused).explain())[0][2]
+
+
+@pytest.mark.parametrize(
+    ("fused", "mode"),
+    [(None, "distributed"), (FusedDim((1, 1)), "distributed"), (FusedDim((2048, 1024, 1024)), "duplicated")],
+)
+def test_a_weight_whose_groups_are_cut_is_always_assembled(fused, mode):
+    """One matrix on four ranks is cheapest where it lies, unless its parts have to be found first."""
+    assert on_threads(4, mode_of_a_tall_weight, LAYOUTS["fsdp0"], fused) == [mode] * 4
+
+
 @pytest.mark.parametrize("fused", [FusedDim((16, 4, 4)), FusedDim((9,), num_groups=4, heads=True), FusedDim((2, 1))])
 @pytest.mark.parametrize("precision", ["highest", "medium"])
 def test_predicted_flops_and_bytes_are_those_that_run(fused, precision):

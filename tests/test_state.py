@@ -39,22 +39,24 @@ def train(optimizer, steps=2):
 
 
 def test_checkpoint_of_an_older_version():
-    """The file lacks three options of today and has one, `cautious`, that is gone."""
-    optimizer = make(momentum_dtype=torch.float64)
+    """The file was written before fused weights; an option `cautious`, which never was one, is added here."""
+    optimizer = make(flatten=False, block_lr_multiplier=0.5)
     saved = torch.load(OLDER, weights_only=True)
+    for group in saved["param_groups"]:
+        group["cautious"] = False
     with pytest.warns(UserWarning, match="written by another version") as caught:
         optimizer.load_state_dict(saved)
     assert [str(warning.message) for warning in caught] == [
-        "the checkpoint was written by another version or optimizer; it has no custom_coefficient_sets, "
-        "momentum_dtype, qkv_split_shapes: this optimizer's values stay; it has cautious, which this version does "
-        "not know: ignored"
+        "the checkpoint was written by another version or optimizer; it has no block_lr_multiplier, block_period, "
+        "flatten, full_lr_multiplier, fused: this optimizer's values stay; it has cautious, which this version does not "
+        "know: ignored"
     ]
     matrix, vector = optimizer.param_groups[0]["params"][0], optimizer.param_groups[1]["params"][0]
-    assert torch.equal(optimizer.state[matrix]["momentum_buffer"], saved["state"][0]["momentum_buffer"].double())
+    assert torch.equal(optimizer.state[matrix]["momentum_buffer"], saved["state"][0]["momentum_buffer"])
     assert torch.equal(optimizer.state[vector]["exp_avg_sq"], saved["state"][1]["exp_avg_sq"])
     assert optimizer.state[vector]["step"] == 3
     first = optimizer.param_groups[0]
-    assert (first["lr"], first["momentum"], first["momentum_dtype"]) == (0.02, 0.9, torch.float64)
+    assert (first["lr"], first["momentum"], first["block_lr_multiplier"]) == (0.02, 0.9, 0.5)
     assert "cautious" not in first
     train(optimizer)
 
