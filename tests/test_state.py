@@ -48,8 +48,8 @@ def test_checkpoint_of_an_older_version():
         optimizer.load_state_dict(saved)
     assert [str(warning.message) for warning in caught] == [
         "the checkpoint was written by another version or optimizer; it has no block_lr_multiplier, block_period, "
-        "flatten, full_lr_multiplier, fused: this optimizer's values stay; it has cautious, which this version does not "
-        "know: ignored"
+        "flatten, full_lr_multiplier, fused: this optimizer's values stay; it has cautious, which this version does "
+        "not know: ignored"
     ]
     matrix, vector = optimizer.param_groups[0]["params"][0], optimizer.param_groups[1]["params"][0]
     assert torch.equal(optimizer.state[matrix]["momentum_buffer"], saved["state"][0]["momentum_buffer"])
