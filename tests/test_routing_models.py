@@ -7,7 +7,8 @@ import pytest
 from routing_models import build_flux, build_hugging_face, build_model, build_titan_model
 from torch import nn
 
-from dtensor_muon.param_groups import build_param_groups
+from dtensor_muon import FusedDim
+from dtensor_muon.param_groups import ParamOverride, build_param_groups, describe_param_groups
 
 
 def patterns(groups: Iterable[dict], optimizer: str) -> set[str]:
@@ -162,6 +163,19 @@ def test_tied_embedding_of_llama():
     assert_routing(
         build_hugging_face("LlamaForCausalLM", tie_word_embeddings=True), muon, adamw.replace("lm_head.weight", "")
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "match", "fused", "shown"),
+    [
+        ("GPT2LMHeadModel", r"c_attn\.weight", FusedDim((8, 8, 8), dim=1), "[8, 24] x2 fused 1 x (8, 8, 8) columns"),
+        ("MixtralForCausalLM", "gate_up_proj", FusedDim((12, 12)), "[4, 24, 8] x2 fused 1 x (12, 12)"),
+    ],
+)
+def test_fused_weights_of_hugging_face_models(name, match, fused, shown):
+    groups = build_param_groups(build_hugging_face(name), overrides=[ParamOverride(match, {"fused": fused})])
+    rows = [row.split() for row in describe_param_groups(groups).splitlines()]
+    assert [" ".join(row[1:]) for row in rows if "fused" in row] == [shown]
 
 
 # ---- look-alikes of what is not installed ----------------------------------------------------------------------------
