@@ -11,8 +11,8 @@ from dtensor_muon.bench.report import markdown
 from dtensor_muon.optimizer import Muon
 
 WORLDS = (2, 4, 8, 16, 32, 64)
-# every count and every dim divides by 64
-SCALING_SHAPES = "512x512*128,1408x512*64,512x1408*64"
+# of a model of about 1B parameters; every count and every dim divides by 64
+SCALING_SHAPES = "2048x2048*128,5632x2048*64,2048x5632*64"
 
 
 def count_step(shapes: Sequence[Sequence[int]], layout: str, world: int, precision: str) -> tuple[float, float]:
