@@ -7,7 +7,7 @@ import pytest
 import torch
 from routing_models import build_titan_model
 
-titan = pytest.importorskip("dtensor_muon.titan", reason="torchtitan is not installed")
+pytest.importorskip("dtensor_muon.titan", reason="torchtitan is not installed")
 
 from titan_groups import build, defaults, section, sizes  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
