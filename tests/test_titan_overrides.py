@@ -9,12 +9,12 @@ from routing_models import build_titan_model
 
 pytest.importorskip("dtensor_muon.titan", reason="torchtitan is not installed")
 
-from titan_groups import build, defaults, section, sizes  # noqa: E402
-from torchtitan.config import ConfigManager  # noqa: E402
+from titan_groups import build, defaults, section, sizes
+from torchtitan.config import ConfigManager
 
-from dtensor_muon import FusedDim  # noqa: E402
-from dtensor_muon.cli import main  # noqa: E402
-from dtensor_muon.titan import options  # noqa: E402
+from dtensor_muon import FusedDim
+from dtensor_muon.cli import main
+from dtensor_muon.titan import options
 
 JOB = '[job]\ncustom_config_module = "dtensor_muon.titan"\n[optimizer]\nname = "Muon"\n'
 OVERRIDES = """
