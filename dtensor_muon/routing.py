@@ -9,6 +9,10 @@ from torch.nn.modules.conv import _ConvNd
 
 ROUTER = "router"
 CONVOLUTION = "convolution"
+OTHER_STACK = "neither a matrix nor a stack of experts"
+
+# Of an image: gray, RGB, RGBA; also of the usual image latents.
+_MAX_IMAGE_CHANNELS = 4
 
 # Wrappers that put a component of their own into parameter names; checkpoints do not carry it.
 _WRAPPER_COMPONENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
@@ -27,6 +31,7 @@ _NORM_CLASS = re.compile(r"Norm(?:\d?d)?$")
 _EMBEDDING_CLASS = re.compile(r"Embed(?:ding|dings|der)?$")
 _EMBEDDING_PATH = re.compile(rf"(?:^|\.)(?:\w+_)?(?:wte|wpe|emb|embed|embedder|embeddings?)(?:_\w+)?{_AFTER_BLOCKS}")
 _INPUT_PATH = re.compile(rf"{_BEFORE_BLOCKS}(?:img|txt)_in{_AFTER_BLOCKS}")
+_OUTER_CONVOLUTION_PATH = re.compile(r"^(?:[^.\d]+\.)*(?:conv_in$|conv_out$|conv1$|stem(?:\.|$)|decoder(?:\.\d+)?$)")
 _LEARNED_INPUT_LEAF = re.compile(r"embed|pos_emb|position|(?:^|_)tokens?$")
 _HEAD_PATH = re.compile(
     r"(?:^|\.)(?:lm_heads?|shared_head|unembed(?:ding)?|output_layer)(?:\.|$)"
@@ -72,6 +77,12 @@ def find_parameters(model: nn.Module) -> list[tuple[list[Site], nn.Parameter]]:
         if param.requires_grad:
             found.setdefault(id(param), ([], param))[0].append(_site(raw_name, modules))
     return list(found.values())
+
+
+def convolution_groups(sites: Sequence[Site], param: nn.Parameter) -> int | None:
+    """The number of groups of a convolution whose weight this is; None when it is no such weight."""
+    groups = (site.owner.groups for site in sites if isinstance(site.owner, _ConvNd) and param.ndim > 2)
+    return next(groups, None)
 
 
 def _site(raw_name: str, modules: Mapping[str, nn.Module]) -> Site:
@@ -145,11 +156,20 @@ def _is_router(site: Site, param: nn.Parameter) -> bool:
     )
 
 
+def _is_outer_convolution(site: Site, param: nn.Parameter) -> bool:
+    if not isinstance(site.owner, _ConvNd):
+        return False
+    reads_or_writes_images = min(site.owner.in_channels, site.owner.out_channels) <= _MAX_IMAGE_CHANNELS
+    return reads_or_writes_images or _OUTER_CONVOLUTION_PATH.search(site.path) is not None
+
+
 def _is_convolution(site: Site, param: nn.Parameter) -> bool:
     return isinstance(site.owner, _ConvNd)
 
 
 def _is_other_stack(site: Site, param: nn.Parameter) -> bool:
+    if isinstance(site.owner, _ConvNd):
+        return False
     return param.ndim > 3 or (param.ndim == 3 and not _in_experts(site))
 
 
@@ -172,18 +192,25 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("input projection", _is_input_projection),
     ("output head", _is_head),
     (ROUTER, _is_router),
+    ("input or output convolution", _is_outer_convolution),
     (CONVOLUTION, _is_convolution),
-    ("neither a matrix nor a stack of experts", _is_other_stack),
+    (OTHER_STACK, _is_other_stack),
 )
 
 
-def why_adamw(sites: Sequence[Site], param: nn.Parameter, router_to_muon: bool) -> str:
+def why_adamw(sites: Sequence[Site], param: nn.Parameter, router_to_muon: bool, flatten: bool = False) -> str:
     """The first rule that keeps a parameter from Muon, "" when there is none.
 
     A tied weight is kept from Muon when any of its places says so.
+
+    Args:
+        sites: All places where the parameter is registered.
+        param: The parameter.
+        router_to_muon: Whether routers are no reason.
+        flatten: Whether being a convolution is none, because its weight is seen as a matrix.
     """
     for reason, rule in RULES:
-        if reason == ROUTER and router_to_muon:
+        if (reason == ROUTER and router_to_muon) or (reason == CONVOLUTION and flatten):
             continue
         if any(rule(site, param) for site in sites):
             return reason

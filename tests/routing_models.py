@@ -86,6 +86,36 @@ def build_flux() -> nn.Module:
         return FluxModel(SimpleNamespace(**sizes, **depths, mlp_ratio=4.0, theta=100, qkv_bias=True))
 
 
+_HF_COMMON = {
+    "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32,
+    "num_key_value_heads": 1,
+}  # fmt: skip
+_HF_EXPERTS = {"moe_intermediate_size": 6, "num_experts": 4, "num_experts_per_tok": 2}
+# beginning of the class -> what its configuration has beside or instead of the common numbers
+_HF_CONFIGS = {
+    "Llama": _HF_COMMON,
+    "Qwen2Moe": {**_HF_COMMON, **_HF_EXPERTS, "shared_expert_intermediate_size": 6},
+    "Qwen2": _HF_COMMON,
+    "Qwen3Moe": {**_HF_COMMON, **_HF_EXPERTS, "head_dim": 4},
+    "Qwen3": {**_HF_COMMON, "head_dim": 4},
+    "Mixtral": {**_HF_COMMON, "num_local_experts": 4},
+    "GPT2": {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 32, "n_positions": 16},
+    "ViT": {
+        "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": 8, "patch_size": 4, "encoder_stride": 4,
+    },
+}  # fmt: skip
+
+
+def build_hugging_face(name: str, **changes: object) -> nn.Module:
+    """Builds a small model of a class in transformers, on meta."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    family = next(prefix for prefix in _HF_CONFIGS if name.startswith(prefix))
+    config = getattr(transformers, f"{family}Config")(**_HF_CONFIGS[family], **changes)
+    with torch.device("meta"):
+        return getattr(transformers, name)(config)
+
+
 def _find(package: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:

@@ -37,6 +37,8 @@ ORDER = [
     "members",
     "optimizer",
     "routing",
+    "overrides",
+    "group_table",
     "param_groups",
     "registry",
     "models",

@@ -32,6 +32,15 @@ def test_dense_attention_equals_flex_attention(masked):
 
 
 @on_cpu
+def test_masks_of_flex_attention_are_made_without_compiling():
+    from torchtitan.models.attention import create_attention_mask
+
+    with torch.compiler.set_stance("fail_on_recompile"):
+        mask = create_attention_mask(lambda b, h, i, j: i >= j, 1, None, 128, 128, device="cpu")
+    assert mask.to_dense().shape == (1, 1, 1, 1)
+
+
+@on_cpu
 def test_histc_counts_integers_as_integers():
     experts = torch.tensor([0, 3, 3, 1, 3])
     counts = torch.histc(experts, bins=5, min=0, max=5)

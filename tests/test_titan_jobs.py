@@ -18,6 +18,12 @@ pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="these 
 
 ROOT = Path(__file__).parent.parent
 STEPS, SAVED_AT = 16, 8
+# job -> sizes of the parts and number of the weights that have them
+EXPERT_JOBS = {
+    "deepseek_v3": {"(32, 8)": 3, "(16, 16)": 3},
+    "gpt_oss": {"(1, 1)": 2},
+    "qwen3_moe": {"(16,)": 8},
+}
 LOSS = re.compile(r"step: *(\d+) +loss: +([\d.]+)")
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -63,12 +69,12 @@ def main_job_losses(job_flags):
 
 @pytest.fixture(scope="module")
 def results(main_job_losses, job_flags, tmp_path_factory):
-    """One process group of two ranks: initial weights, then the main job resumed, then an expert-parallel job."""
+    """One process group of two ranks: initial weights, then the main job resumed, then the expert-parallel jobs."""
     file = tmp_path_factory.mktemp("results") / "results.json"
     resume = ["llama3_tiny_cpu.toml", *job_flags, f"--checkpoint.load-step={SAVED_AT}"]
-    experts = ["deepseek_v3_ep_debug.toml", *job_flags[:2], "--training.steps=3", "--training.local-batch-size=2"]
+    experts = [[f"{name}_ep_debug.toml", *job_flags[:2], "--training.steps=5"] for name in EXPERT_JOBS]
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run(*launcher, "tests/titan_ranks.py", str(file), "--jobs", ",".join(resume), ",".join(experts))
+    run(*launcher, "tests/titan_ranks.py", str(file), "--jobs", *map(",".join, [resume, *experts]))
     return json.loads(file.read_text())
 
 
@@ -88,11 +94,18 @@ def test_resumed_job_continues_as_the_uninterrupted_one(main_job_losses, results
     assert job["groups"] == {"muon": 14, "adamw": 7}
 
 
-def test_expert_parallel_job_trains_and_balances_its_experts(results):
-    job = results["jobs"][1]
+@pytest.mark.parametrize("name", EXPERT_JOBS)
+def test_expert_parallel_job_trains_with_fused_weights_taken_apart(results, name):
+    job = results["jobs"][1 + list(EXPERT_JOBS).index(name)]
     assert job["is_muon"]
-    assert job["losses"]["3"] < job["losses"]["1"] - 0.5
-    assert job["moved_expert_biases"] == 5  # every MoE layer
+    assert job["losses"]["5"] < job["losses"]["1"] - 0.5
+    assert job["fused"] == EXPERT_JOBS[name]
+
+
+def test_load_balancing_moves_the_experts_of_every_moe_layer(results):
+    moved = {name: job["moved_expert_biases"] for name, job in zip(EXPERT_JOBS, results["jobs"][1:], strict=True)}
+    # torchtitan balances qwen3's experts by no hook
+    assert moved == {"deepseek_v3": 2, "gpt_oss": 2, "qwen3_moe": 0}
 
 
 def test_initial_weights_are_the_same_on_every_layout(results):

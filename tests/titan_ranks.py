@@ -93,6 +93,12 @@ def _differ(weights, reference):
     return names + sorted(set(weights) ^ set(reference))
 
 
+def count_fused(muon):
+    """Weights by the sizes of their parts."""
+    sizes = [str(group["fused"]["sizes"]) for group in muon.param_groups if group["fused"] for _ in group["params"]]
+    return {each: sizes.count(each) for each in sizes}
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("results", type=Path)
@@ -109,6 +115,7 @@ def main():
             {
                 "losses": losses,
                 "is_muon": type(muon) is Muon,
+                "fused": count_fused(muon),
                 "groups": {group["optimizer"]: len(group["params"]) for group in muon.param_groups},
                 "moved_expert_biases": sum(bool(bias.abs().max() > 0) for bias in biases),
             }

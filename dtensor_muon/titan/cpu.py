@@ -7,7 +7,7 @@ is first imported, and :func:`cure_train_spec` wraps each model's train spec. Th
 * the device type falls back to "cuda", and ``torch.cpu`` lacks device names and memory statistics;
 * gloo has no ``PREMUL_SUM``, which FSDP asks for once a gradient divisor is set;
 * ``torch.histc``, with which MoE routers count tokens, has no integer kernel on CPU;
-* flex attention has no backward on CPU;
+* flex attention has no backward on CPU, and compiling its masks needs a C++ compiler and longer than a small job;
 * sharded random initialization differs with the layout, see [Note: equal weights on every layout].
 """
 
@@ -87,9 +87,10 @@ def prepare_import() -> None:
     ):
         import torchtitan.tools.utils  # noqa: F401
     torch.histc = _integer_histc(torch.histc)
-    from torchtitan.models.attention import FlexAttentionWrapper
+    from torchtitan.models import attention
 
-    FlexAttentionWrapper._compiled_flex_attn = dense_flex_attention
+    attention.FlexAttentionWrapper._compiled_flex_attn = dense_flex_attention
+    attention._compiled_create_block_mask = attention.create_block_mask
 
 
 def _load_kernels() -> types.ModuleType:

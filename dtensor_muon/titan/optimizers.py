@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -12,9 +13,18 @@ from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 
-from dtensor_muon.param_groups import build_param_groups, describe_param_groups
-from dtensor_muon.registry import OptimizerSpec, get_optimizer
-from dtensor_muon.titan.options import MUON, OPTIMIZER_WIDE, adamw_options, keys_without_effect, read_options
+from dtensor_muon.fused import FusedDim
+from dtensor_muon.param_groups import ParamOverride, build_param_groups, describe_param_groups
+from dtensor_muon.registry import OptimizerSpec, get_optimizer, qkv_split_shapes_from_config
+from dtensor_muon.titan.fused_weights import arguments_of, find_fused_weights
+from dtensor_muon.titan.options import (
+    MUON,
+    OPTIMIZER_WIDE,
+    OVERRIDES,
+    adamw_options,
+    keys_without_effect,
+    read_options,
+)
 
 Builder = Callable[..., OptimizersContainer]
 
@@ -25,16 +35,31 @@ class MuonOptimizersContainer(OptimizersContainer):
     Args:
         model_parts: the parallelized model, or this rank's pipeline stages.
         spec: the registry's entry for Muon.
-        options: Muon's constructor arguments, and options of the AdamW groups as ``adamw_<argument>``.
+        options: Muon's constructor arguments, and options of the AdamW groups as ``adamw_<argument>``. ``split_qkv``
+            without ``is_qkv_fn`` splits all fused weights that are known from the model's arguments.
+        overrides: the user's.
+        is_pipeline: whether the parts are stages, so that what the options speak of may be elsewhere.
     """
 
-    def __init__(self, model_parts: list[nn.Module], spec: OptimizerSpec, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model_parts: list[nn.Module],
+        spec: OptimizerSpec,
+        options: dict[str, Any],
+        overrides: Sequence[ParamOverride] = (),
+        is_pipeline: bool = False,
+    ) -> None:
         self.model_parts = model_parts
         options = dict(options)
         self.optimizers: list[Optimizer] = []
         wide = {name: options.pop(name) for name in OPTIMIZER_WIDE if name in options}
+        overrides = (*overrides, *spec.default_overrides)
+        speaks_of_all_stages = is_pipeline and bool(overrides or options.get("split_qkv"))
+        whole = _whole_model(model_parts[0]) if speaks_of_all_stages else model_parts[0]
+        names = [name for name, _ in whole.named_parameters()] if speaks_of_all_stages else None
+        fused = _take_fused(whole, options)
         for part in model_parts:
-            groups = build_param_groups(part, overrides=spec.default_overrides, **options)
+            groups = build_param_groups(part, overrides=overrides, all_names=names, fused=fused, **options)
             logger.info(f"Muon's parameter groups:\n{describe_param_groups(groups)}")
             self.optimizers.append(spec.cls(groups, **wide))
             # torchtitan loads a checkpoint into state that exists
@@ -42,6 +67,29 @@ class MuonOptimizersContainer(OptimizersContainer):
         self._validate_length(len(model_parts))
         params = [param for part in model_parts for param in part.parameters() if param.requires_grad]
         self._post_init(params, {})
+
+
+def _whole_model(stage: nn.Module) -> nn.Module:
+    """The model that a pipeline stage is a part of, on meta."""
+    args = arguments_of(stage)
+    with torch.device("meta"):
+        whole: nn.Module = type(stage)(args)
+    return whole
+
+
+def _take_fused(model: nn.Module, options: dict[str, Any]) -> dict[str, FusedDim] | None:
+    """Replaces ``split_qkv`` among the options by descriptions of the model's fused weights.
+
+    With ``is_qkv_fn`` it stays, and its sizes are filled in from the model's arguments.
+    """
+    if not options.get("split_qkv"):
+        return None
+    if "is_qkv_fn" in options:
+        if "qkv_split_shapes" not in options:
+            options["qkv_split_shapes"] = qkv_split_shapes_from_config(arguments_of(model))
+        return None
+    del options["split_qkv"]
+    return find_fused_weights(model, options.pop("qkv_split_shapes", None))
 
 
 def muon_builder(builder: Builder) -> Builder:
@@ -69,7 +117,11 @@ def muon_builder(builder: Builder) -> Builder:
         options = read_options(optimizer_config)
         spec = get_optimizer(MUON.lower())
         container = MuonOptimizersContainer(
-            model_parts, spec, {**spec.config_to_options(options), **adamw_options(options)}
+            model_parts,
+            spec,
+            {**spec.config_to_options(options), **adamw_options(options)},
+            overrides=getattr(options, OVERRIDES),
+            is_pipeline=parallel_dims is not None and parallel_dims.pp_enabled,
         )
         _copy_step_hooks(builder, container, optimizer_config, parallel_dims)
         return container

@@ -5,16 +5,21 @@ expected. :func:`read_options` is the only reader of the section and raises befo
 """
 
 import dataclasses
+import difflib
 import importlib
 import math
+import re
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import tyro
 
 from dtensor_muon.coefficients import get_supported_coefficient_types
 from dtensor_muon.cost import PROFILES
+from dtensor_muon.fused import FusedDim
+from dtensor_muon.param_groups import ParamOverride
 
 MUON = "Muon"
 
@@ -90,6 +95,14 @@ def _function(value: Any) -> Callable[..., Any]:
     return function if callable(function) else _fail()  # type: ignore[no-any-return]
 
 
+def _pattern(value: Any) -> str:
+    return value if isinstance(value, str) and value and re.compile(value) else _fail()
+
+
+def _fused(value: Any) -> FusedDim | None:
+    return None if value is False else FusedDim.from_option(value)
+
+
 _ANY_NUMBER = _number(lambda value: True)
 _NOT_NEGATIVE = Option(float, "a finite number >= 0", _number(lambda value: value >= 0))
 _MOMENTUM = Option(float, "a number in [0, 1)", _number(lambda value: 0 <= value < 1))
@@ -110,6 +123,10 @@ OPTIONS: dict[str, Option] = {
     "scale_mode": _choice(_names("spectral", "shape_scaling", "unit_rms_norm")),
     "extra_scale_factor": Option(float, "a finite number", _ANY_NUMBER),
     "tp_mode": _choice(_names("auto", "owner", "duplicated", "distributed", "blockwise")),
+    "flatten": _BOOL,
+    "block_period": Option(int, "a whole number >= 1", _positive_int),
+    "block_lr_multiplier": _NOT_NEGATIVE,
+    "full_lr_multiplier": _NOT_NEGATIVE,
     "custom_coefficient_sets": Option(
         list[tuple[float, float, float]], "a list of triples of finite numbers, as [[a, b, c], ...]", _triples
     ),
@@ -135,9 +152,29 @@ KEYS: dict[str, Option] = {
     **ADAMW_OPTIONS,
 }
 
+OVERRIDES = "muon_overrides"
+
+# Keys of one table of the overrides.
+OVERRIDE_KEYS: dict[str, Option] = {
+    "match": Option(str, "a regular expression", _pattern),
+    "optimizer": _choice(_names("muon", "adamw")),
+    "fused": Option(
+        dict[str, Any],
+        "a table {sizes = [whole numbers >= 1], num_groups = a whole number >= 1, dim = 0 or 1, heads = true or false} "
+        "of which only sizes must be there, or false for one matrix",
+        _fused,
+    ),
+    **{name: option for name, option in OPTIONS.items() if name not in OPTIMIZER_WIDE},
+    **ADAMW_OPTIONS,
+}
+
 OptimizerSection = dataclasses.make_dataclass(
     "OptimizerSection",
-    [(key, option.annotation | None, dataclasses.field(default=None)) for key, option in KEYS.items()],
+    [
+        *((key, option.annotation | None, dataclasses.field(default=None)) for key, option in KEYS.items()),
+        # tables cannot be given on the command line
+        (OVERRIDES, Annotated[Any, tyro.conf.Fixed], dataclasses.field(default=None)),
+    ],
 )
 OptimizerSection.__doc__ = "What this package adds to torchtitan's ``[optimizer]`` section. None means: not set."
 
@@ -150,7 +187,8 @@ def read_options(config: Any) -> types.SimpleNamespace:
 
     Returns:
         The keys that are set, by the name they have in the TOML, as values Muon's constructor takes; ``betas`` stands
-        for torchtitan's ``beta1`` and ``beta2`` unless it is set itself.
+        for torchtitan's ``beta1`` and ``beta2`` unless it is set itself. ``muon_overrides`` is always there, as a tuple
+        of overrides.
 
     Raises:
         ValueError: for a value that is not allowed, naming the key, the value and what is allowed; and for
@@ -164,6 +202,7 @@ def read_options(config: Any) -> types.SimpleNamespace:
     keys = {**KEYS, **{key: OPTIONS[key] for key in TORCHTITAN_KEYS}, "beta1": _MOMENTUM, "beta2": _MOMENTUM}
     values = {key: _parse(key, getattr(config, key), option) for key, option in keys.items()}
     values["betas"] = values["betas"] or (values.pop("beta1"), values.pop("beta2"))
+    values[OVERRIDES] = _read_overrides(getattr(config, OVERRIDES))
     return types.SimpleNamespace(**{key: value for key, value in values.items() if value is not None})
 
 
@@ -174,7 +213,33 @@ def adamw_options(options: types.SimpleNamespace) -> dict[str, Any]:
 
 def keys_without_effect(config: Any) -> tuple[str, ...]:
     """Keys this package adds that are set although the job's optimizer is not Muon."""
-    return tuple(key for key in KEYS if getattr(config, key, None) is not None)
+    return tuple(key for key in (*KEYS, OVERRIDES) if getattr(config, key, None) is not None)
+
+
+def _read_overrides(tables: Any) -> tuple[ParamOverride, ...]:
+    if tables is None:
+        return ()
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ValueError(
+            f"[optimizer] {OVERRIDES} = {tables!r} is not valid; allowed: an array of tables, each under "
+            f"[[optimizer.{OVERRIDES}]]"
+        )
+    return tuple(_read_override(f"{OVERRIDES}[{index}]", table) for index, table in enumerate(tables))
+
+
+def _read_override(where: str, table: Mapping[str, Any]) -> ParamOverride:
+    for key in table:
+        if key not in OVERRIDE_KEYS:
+            similar = difflib.get_close_matches(key.removeprefix("muon_"), OVERRIDE_KEYS, n=1)
+            hint = f"did you mean {similar[0]}?" if similar else f"known here: {', '.join(OVERRIDE_KEYS)}"
+            raise ValueError(f"[optimizer] {where} has the unknown key {key}; {hint}")
+    if "match" not in table:
+        raise ValueError(f"[optimizer] {where} has no match; give a regular expression for the parameters' names")
+    options = {key: _parse(f"{where}.{key}", value, OVERRIDE_KEYS[key]) for key, value in table.items()}
+    match = options.pop("match")
+    if not options:
+        raise ValueError(f"[optimizer] {where} has match = {match!r} and no option; give one, or remove the table")
+    return ParamOverride(match, options, name=f"{where} {match}")
 
 
 def _parse(key: str, value: Any, option: Option) -> Any:
@@ -182,5 +247,5 @@ def _parse(key: str, value: Any, option: Option) -> Any:
         return None
     try:
         return option.parse(value)
-    except (LookupError, ValueError, TypeError, ImportError, AttributeError) as error:
+    except (LookupError, ValueError, TypeError, ImportError, AttributeError, re.error) as error:
         raise ValueError(f"[optimizer] {key} = {value!r} is not valid; allowed: {option.allowed}") from error
