@@ -18,6 +18,7 @@ NO_GRADIENT = ("same",)
 _EP2 = Layout((2, 2), (strided(0, 2), S(0)), ((1, 0), (0, 0)), ("efsdp", "ep"))
 _EP4 = Layout((1, 4), (strided(0, 4), S(0)), ((1, 0),), ("efsdp", "ep"))
 _TP2 = Layout((2, 2), (R(), S(0)), ((1, 0),), ("dp_replicate", "tp"))
+_FSDP2 = Layout((2,), (S(0),), ((0, 0),), ("fsdp",))
 _PLAIN = Layout((1,), (), ())
 
 
@@ -27,6 +28,7 @@ def _job(dense: Layout, experts: Layout, norm: Layout) -> dict[str, Layout]:
 
 JOBS = {
     "fsdp4": _job(LAYOUTS["fsdp0"], LAYOUTS["fsdp0"], LAYOUTS["fsdp0"]),
+    "fsdp2": _job(_FSDP2, _FSDP2, _FSDP2),
     "fsdp3": _job(LAYOUTS["fsdp0_of_3"], LAYOUTS["fsdp0_of_3"], LAYOUTS["fsdp0_of_3"]),
     "tp2": _job(_TP2, _TP2.lift(1), Layout((2, 2), (R(), R()), (), ("dp_replicate", "tp"))),
     "fsdp2_tp2": _job(LAYOUTS["fsdp_tp_col"], LAYOUTS["fsdp_tp_row"].lift(1), LAYOUTS["fsdp_tp_norm"]),
