@@ -1,4 +1,4 @@
-"""torch's elastic launcher in a process of its own, and a job whose ranks can be killed at a chosen place."""
+"""torch's elastic launcher, and a job whose ranks can be killed at a chosen place."""
 
 import json
 import multiprocessing
@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from jobs import Net, load_checkpoint, make_optimizer, optimizer_content, snapshot, train_step
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 JOB, WORLD = "fsdp2", 2
@@ -31,49 +33,46 @@ class Kill:
     place: str
 
 
-def launch(folder: Path, kill: Kill | None, max_restarts: int = 0, timeout: float = 60.0) -> int | None:
-    """Runs the job on `WORLD` ranks until all have ended; returns the launcher's exit status.
+def launch(folder: Path, kill: Kill | None, max_restarts: int = 0) -> bool:
+    """Runs the job on `WORLD` ranks until all have ended; whether it went well.
 
-    After `timeout` everything that belongs to the launcher is killed, and the status is None.
+    Runs in the main thread: there, the timeout of a test stops the launcher, which stops its ranks.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["simulated", "dtensor_muon", "torch.distributed.fsdp"])
-    process = context.Process(target=_launch, args=(str(folder), kill, max_restarts))
-    process.start()
-    process.join(timeout)
-    status = process.exitcode
-    if status is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.join(10)
-    return status
-
-
-def _launch(folder: str, kill: Kill | None, max_restarts: int) -> None:
-    os.setsid()
-    # ranks that start again must not find the addresses of the dead ones
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["launcher", "torch.distributed.fsdp"])
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=WORLD,
         max_restarts=max_restarts,
-        start_method="fork",
+        start_method="forkserver",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        run_id=folder,
+        run_id=folder.name,
     )
-    elastic_launch(config, train)(Path(folder), kill)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        # ranks that start again must not find the addresses of the dead ones
+        with mock.patch.dict(os.environ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"):
+            elastic_launch(config, train)(folder, kill)
+    except ChildFailedError:
+        return False
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return True
 
 
 def train(folder: Path, kill: Kill | None) -> None:
     """The body: goes on from the last good checkpoint; leaves losses, values at the end and its pid in the folder."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank = dist.get_rank()
     with (folder / "pids").open("a") as file:
         file.write(f"{os.getpid()}\n")
     with (folder / "starts").open("a") as file:
         file.write(f"{rank} {last_good(folder)}\n")
+    # a group of its own: the collectives of an asynchronous save run beside those of training
+    saving = dist.new_group(backend="gloo") if kill is not None and kill.place == "async" else None
     if kill is not None and (kill.rank != rank or starts(folder, rank) > 1):
         kill = None
     net = Net(rank, JOB)
@@ -90,17 +89,17 @@ def train(folder: Path, kill: Kill | None) -> None:
         with (folder / f"losses-{rank}").open("a") as file:
             file.write(json.dumps([step, loss.hex()]) + "\n")
         if (step + 1) % SAVE_EVERY == 0:
-            pending = save(net, optimizer, folder / f"step-{step + 1}", pending, dying)
+            if pending is not None:
+                pending.result()
+            pending = save(net, optimizer, folder / f"step-{step + 1}", saving, dying)
     if pending is not None:
         pending.result()
     torch.save(snapshot(net, optimizer), folder / f"values-{rank}.pt")
     dist.destroy_process_group()
 
 
-def save(net: Net, optimizer: torch.optim.Optimizer, path: Path, pending: Any, dying: Kill | None) -> Any:
-    """Saves in turns synchronously and asynchronously, as `dying` needs it; returns what is still being written."""
-    if pending is not None:
-        pending.result()
+def save(net: Net, optimizer: Any, path: Path, group: dist.ProcessGroup | None, dying: Kill | None) -> Any:
+    """Saves, asynchronously when there is a group for it; returns what is still being written."""
     content = {"model": net.state_dict(), "optimizer": optimizer_content(net, optimizer, "flat")}
     if dying is not None and dying.place in ("write", "async"):
         # one item is in the file, the next is not
@@ -115,8 +114,8 @@ def save(net: Net, optimizer: torch.optim.Optimizer, path: Path, pending: Any, d
         mock.patch.object(filesystem, "_write_item", write_or_die).start()
     if dying is not None and dying.place == "finish":
         mock.patch.object(filesystem.FileSystemWriter, "finish", _die).start()
-    if dying is not None and dying.place == "async":
-        return dcp.async_save(content, checkpoint_id=path)
+    if group is not None:
+        return dcp.async_save(content, checkpoint_id=path, process_group=group)
     dcp.save(content, checkpoint_id=path)
     return None
 
