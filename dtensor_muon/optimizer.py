@@ -28,7 +28,8 @@ from dtensor_muon.options import (
 )
 from dtensor_muon.plan import BucketPlan, MatrixEntry
 from dtensor_muon.planner import PlanSettings, build
-from dtensor_muon.preflight import absent_here_only, check_agreement, check_gradient, check_local_shape
+from dtensor_muon.preflight import check_agreement, check_gradient, check_local_shape
+from dtensor_muon.presence import Presence
 from dtensor_muon.redistribute import BucketMover
 from dtensor_muon.schedule import Bucket, Segment, run
 from dtensor_muon.state import accept_state_dict, momentum_dtype, new_state
@@ -149,16 +150,17 @@ class Muon(torch.optim.Optimizer):
         self._compile = compile
         check_nonfinite(nonfinite)
         self._nonfinite = nonfinite
-        self.skipped_steps = 0
-        self._steps = 0
+        self.skipped_steps, self._steps = 0, 0
         self._plan: _Planned | None = None
         self._buckets: tuple[Bucket, ...] | None = None
         self._lane: Lane | None = None
+        self._presence = Presence()
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._plan, self._buckets = None, None
+        self._presence = Presence()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in _KEPT}}
@@ -182,7 +184,8 @@ class Muon(torch.optim.Optimizer):
             self._init_state(group, param)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns state and options; see `torch.optim.Optimizer.state_dict`. Changes no step counter."""
+        """Returns state and options; see `torch.optim.Optimizer.state_dict`. Raises what `step` would of replicas."""
+        self._presence.check_replicas()
         self._init_all()
         return super().state_dict()
 
@@ -212,6 +215,7 @@ class Muon(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
+        self._presence.forget()
 
     def _complete_state(self, loaded: dict[str, Any], before: dict[Tensor, dict[str, Any]]) -> None:
         """Takes back torch's cast of all state to the parameter's dtype, and creates the state that was not saved."""
@@ -248,6 +252,8 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: A gradient does not fit its parameter, or an option of a group has become invalid. No parameter
                 has changed and no collective run then.
+            RuntimeError: The ranks differ in groups, options or number of steps, or some replicas of a parameter had no
+                gradient in the step before. Raised on all ranks; no parameter has changed then.
         """
         loss = None
         if closure is not None:
@@ -256,6 +262,7 @@ class Muon(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             # an lr is the scheduler's: its rounding may fall just below zero
             check_values({**group, "lr": 0.0}, f"param_groups[{index}]")
+        self._presence.check()
         self._init_all(allow_meta=True)
         present = self._checked_gradients()
         buckets = self._planned_buckets()
@@ -309,8 +316,8 @@ class Muon(torch.optim.Optimizer):
 
     def _with_absent(self, present: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Adds zeros for parameters that have a gradient on another rank only. Collective."""
-        sharded = [param for _, param in self._named_params() if mesh_of(param) is not None]
-        absent = absent_here_only(sharded, present, self._steps, options_text(self.param_groups))
+        named = [(name, param) for name, param in self._named_params() if mesh_of(param) is not None]
+        absent = self._presence.absent_here_only(named, present, self._steps, options_text(self.param_groups))
         return present | {param: torch.zeros_like(local_tensor(param)) for param in absent}
 
     def explain(self) -> str:

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -137,15 +136,11 @@ def starts(folder: Path, rank: int) -> int:
 
 def losses(folder: Path) -> list[dict[int, float]]:
     """The losses by rank and step; a step that was trained again counts once, with its last loss."""
-    return [
-        {step: float.fromhex(loss) for step, loss in map(json.loads, (folder / f"losses-{rank}").read_text().splitlines())}
-        for rank in range(WORLD)
-    ]
+    lines = [(folder / f"losses-{rank}").read_text().splitlines() for rank in range(WORLD)]
+    return [{step: float.fromhex(loss) for step, loss in map(json.loads, of_rank)} for of_rank in lines]
 
 
 def alive(folder: Path) -> list[int]:
     """Which of the job's processes are still there."""
     pids = map(int, (folder / "pids").read_text().split())
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-
-

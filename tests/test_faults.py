@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from launcher import SAVE_EVERY, STEPS, WORLD, Kill, alive, last_good, launch, losses
+from launcher import SAVE_EVERY, WORLD, Kill, alive, last_good, launch, losses
 
 # in the last but one of the steps after which a checkpoint is saved
 STEP = 2 * SAVE_EVERY + SAVE_EVERY - 1

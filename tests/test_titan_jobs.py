@@ -1,4 +1,4 @@
-"""Real torchtitan jobs on two gloo ranks: training, a restart after a killed rank, expert parallel, equal initial weights."""
+"""Real torchtitan jobs on two gloo ranks: training, a restarted rank, expert parallel, equal initial weights."""
 
 import json
 import os
