@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from ranks import GlooRanks, on_threads
 from simulated import LAYOUTS, Layout, R, S
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor_muon import Muon, clip_grad_norm_
+from dtensor_muon import Muon, clip_grad_norm_, presence
 
 EXPERTS = Layout((2, 2), (S(0), R()), ((0, 0),), ("ep", "dp"))
 TENSORS = [
@@ -131,6 +132,25 @@ def test_no_host_synchronization_when_every_gradient_is_there():
     reads = on_threads(4, host_reads, "propagate", [(2, 0)])
     assert reads[2] > 0
     assert reads[:2] == [0, 0]
+
+
+def steps_of_reads(rank):
+    """The number of the step that sent numbers to the host, and of the step that read them, for each read."""
+    params, _, optimizer = build(rank)
+    reads, read = [], presence._Report.read
+    with mock.patch.object(
+        presence._Report, "read", lambda report: reads.append((report.steps, number)) or read(report)
+    ):
+        for number in range(1, 4):
+            give_grads(rank, params)
+            optimizer.step()
+    return reads
+
+
+def test_what_concerns_every_rank_is_read_one_step_later(gloo):
+    """By then it has arrived; `HostReads` does not see this read, of a tensor that is on the host already."""
+    meshes = 3
+    assert gloo(4, steps_of_reads) == [[(1, 2)] * meshes + [(2, 3)] * meshes] * 4
 
 
 REPLICATED = {
