@@ -137,11 +137,15 @@ def test_no_host_synchronization_when_every_gradient_is_there():
 def steps_of_reads(rank):
     """The number of the step that sent numbers to the host, and of the step that read them, for each read."""
     params, _, optimizer = build(rank)
-    reads, read = [], presence._Report.read
-    with mock.patch.object(
-        presence._Report, "read", lambda report: reads.append((report.steps, number)) or read(report)
-    ):
-        for number in range(1, 4):
+    number, reads, read = 0, [], presence._Report.read
+
+    def noted(report):
+        reads.append((report.steps, number))
+        return read(report)
+
+    with mock.patch.object(presence._Report, "read", noted):
+        while number < 3:
+            number += 1
             give_grads(rank, params)
             optimizer.step()
     return reads
