@@ -86,12 +86,17 @@ def main_job_losses(main_job):
 
 @pytest.fixture(scope="module")
 def results(job_flags, tmp_path_factory):
-    """One process group of two ranks: initial weights, then the main job undisturbed, then an expert-parallel job."""
+    """One process group of two ranks: initial weights, the main job undisturbed, an expert-parallel job, TP."""
     file = tmp_path_factory.mktemp("results") / "results.json"
-    main = ["llama3_tiny_cpu.toml", *job_flags]
+    saving = ["--checkpoint.enable", f"--checkpoint.interval={SAVED_AT}", "--checkpoint.folder=async"]
+    main = ["llama3_tiny_cpu.toml", *job_flags, *saving, "--checkpoint.async-mode=async"]
+    # each rank had its own part of the text, which one rank alone does not continue
+    tp = ["--parallelism.data-parallel-shard-degree=1", "--parallelism.tensor-parallel-degree=2"]
+    tp += [f"--checkpoint.load-step={SAVED_AT}", "--checkpoint.exclude-from-loading=dataloader"]
+    resumed = ["llama3_tiny_cpu.toml", *job_flags, *saving, *tp, f"--training.steps={SAVED_AT + 2}"]
     experts = ["deepseek_v3_ep_debug.toml", *job_flags[:2], "--training.steps=3", "--training.local-batch-size=2"]
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run(*launcher, "tests/titan_ranks.py", str(file), "--jobs", ",".join(main), ",".join(experts))
+    run(*launcher, "tests/titan_ranks.py", str(file), "--jobs", ",".join(main), ",".join(experts), ",".join(resumed))
     return json.loads(file.read_text())
 
 
@@ -119,6 +124,16 @@ def test_expert_parallel_job_trains_and_balances_its_experts(results):
     assert job["is_muon"]
     assert job["losses"]["3"] < job["losses"]["1"] - 0.5
     assert job["moved_expert_biases"] == 5  # every MoE layer
+
+
+def test_asynchronous_checkpoint_loads_on_another_layout(results):
+    saved, loaded = results["jobs"][0]["digests"], results["jobs"][2]["digests"]
+    assert len(saved[str(SAVED_AT)]) == 14 * 2 + 7 * 4
+    assert loaded["loaded"] == saved[str(SAVED_AT)]
+    assert saved[str(STEPS)] != saved[str(SAVED_AT)]
+    losses = results["jobs"][2]["losses"]
+    assert list(losses) == [str(SAVED_AT + 1), str(SAVED_AT + 2)]
+    assert max(losses.values()) < results["jobs"][0]["losses"]["1"] - 0.5
 
 
 def test_initial_weights_are_the_same_on_every_layout(results):
