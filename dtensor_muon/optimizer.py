@@ -159,6 +159,7 @@ class Muon(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        # torch calls this for every state dict that it loads, too
         self._plan, self._buckets = None, None
         self._presence = Presence()
 
@@ -215,7 +216,6 @@ class Muon(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
-        self._presence.forget()
 
     def _complete_state(self, loaded: dict[str, Any], before: dict[Tensor, dict[str, Any]]) -> None:
         """Takes back torch's cast of all state to the parameter's dtype, and creates the state that was not saved."""

@@ -178,10 +178,6 @@ class Presence:
                 self._reports = []
                 _check_parted(report.members, numbers[_EXTREMES:])
 
-    def forget(self) -> None:
-        """Drops what the step before found: other values have been loaded."""
-        self._reports = []
-
     def _group(self, named: Sequence[tuple[str, Tensor]]) -> None:
         key = [(id(param), mesh_of(param)) for _, param in named]
         if key == self._key:

@@ -169,13 +169,13 @@ REPLICATED = {
         "muon",
         [4],
     ),
-    "axes that no order suits": (Layout((2, 2), (R(), S(0)), ((1, 0),), ("a", "b")), (12, 20), "muon", [3]),
+    "axes that no order suits": (Layout((2, 2), (S(0), R()), ((0, 0),), ("a", "b")), (12, 20), "muon", [3]),
 }
 
 
 def replica_misses(rank, layout, shape, optimizer_name, missing, how):
     """Two steps with `missing` in the first; returns the step that raised with its error, and the warnings."""
-    other = Layout((2, 2), (S(0), R()), ((0, 0),), ("a", "b")) if layout.names == ("a", "b") else layout
+    other = Layout((2, 2), (R(), S(0)), ((1, 0),), ("a", "b")) if layout.names == ("a", "b") else layout
     layouts = {"p": layout, "q": other}
     params = sharded_params(rank, [(torch.ones(shape), layout) for layout in layouts.values()])
     groups = [{"params": list(zip(layouts, params, strict=True)), "optimizer": optimizer_name}]
@@ -189,11 +189,12 @@ def replica_misses(rank, layout, shape, optimizer_name, missing, how):
             params[0].grad = None
         before = [param.detach().to_local().clone() for param in params]
         try:
+            if how == "load" and step == 1:
+                optimizer.load_state_dict(saved)
             if how == "state_dict" and step == 1:
                 optimizer.state_dict()
-            elif how == "load" and step == 1:
-                optimizer.load_state_dict(saved)
-            optimizer.step()
+            else:
+                optimizer.step()
         except RuntimeError as error:
             assert all(torch.equal(a, b.to_local()) for a, b in zip(before, params, strict=True))
             messages.append((step, str(error)))
