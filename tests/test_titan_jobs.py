@@ -67,7 +67,7 @@ def job_flags(tmp_path_factory):
     data = folder / "python_sources"
     corpus.prepare(data)
     paths = [f"--training.dataset_path={data}", f"--model.hf_assets_path={data}"]
-    return [*paths, f"--job.dump_folder={folder}", f"--training.steps={STEPS}"]
+    return [*paths, f"--job.dump_folder={folder}", f"--training.steps={STEPS}", "--training.local-batch-size=4"]
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +91,7 @@ def results(job_flags, tmp_path_factory):
     saving = ["--checkpoint.enable", f"--checkpoint.interval={SAVED_AT}", "--checkpoint.folder=async"]
     main = ["llama3_tiny_cpu.toml", *job_flags, *saving, "--checkpoint.async-mode=async"]
     replicas = ["--parallelism.data-parallel-replicate-degree=2", "--parallelism.data-parallel-shard-degree=1"]
-    until = [f"--checkpoint.load-step={SAVED_AT}", f"--training.steps={SAVED_AT + 2}"]
-    resumed = ["llama3_tiny_cpu.toml", *job_flags[:-1], *saving, *replicas, *until]
+    resumed = ["llama3_tiny_cpu.toml", *job_flags, *saving, *replicas, f"--checkpoint.load-step={SAVED_AT}"]
     experts = ["deepseek_v3_ep_debug.toml", *job_flags[:2], "--training.steps=3", "--training.local-batch-size=2"]
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     run(*launcher, "tests/titan_ranks.py", str(file), "--jobs", ",".join(main), ",".join(experts), ",".join(resumed))
@@ -131,9 +130,9 @@ def test_asynchronous_checkpoint_loads_on_another_layout(results):
     assert loaded["loaded"] == saved[str(SAVED_AT)]
     assert saved[str(STEPS)] != saved[str(SAVED_AT)]
     straight, resumed = (results["jobs"][job]["losses"] for job in (0, 2))
-    assert list(resumed) == [str(SAVED_AT + 1), str(SAVED_AT + 2)]
+    assert list(resumed) == list(straight)[SAVED_AT:]
     # sums in another order
-    assert resumed == pytest.approx({step: straight[step] for step in resumed}, abs=1e-4)
+    assert resumed == pytest.approx({step: straight[step] for step in resumed}, abs=1e-3)
 
 
 def test_initial_weights_are_the_same_on_every_layout(results):
