@@ -91,7 +91,9 @@ def results(job_flags, tmp_path_factory):
     saving = ["--checkpoint.enable", f"--checkpoint.interval={SAVED_AT}", "--checkpoint.folder=async"]
     main = ["llama3_tiny_cpu.toml", *job_flags, *saving, "--checkpoint.async-mode=async"]
     replicas = ["--parallelism.data-parallel-replicate-degree=2", "--parallelism.data-parallel-shard-degree=1"]
-    resumed = ["llama3_tiny_cpu.toml", *job_flags, *saving, *replicas, f"--checkpoint.load-step={SAVED_AT}"]
+    # of the further steps, torchtitan's replicas average gradients that are averages already
+    until = [f"--checkpoint.load-step={SAVED_AT}", f"--training.steps={SAVED_AT + 1}"]
+    resumed = ["llama3_tiny_cpu.toml", *job_flags, *saving, *replicas, *until]
     experts = ["deepseek_v3_ep_debug.toml", *job_flags[:2], "--training.steps=3", "--training.local-batch-size=2"]
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     run(*launcher, "tests/titan_ranks.py", str(file), "--jobs", ",".join(main), ",".join(experts), ",".join(resumed))
@@ -130,9 +132,9 @@ def test_asynchronous_checkpoint_loads_on_another_layout(results):
     assert loaded["loaded"] == saved[str(SAVED_AT)]
     assert saved[str(STEPS)] != saved[str(SAVED_AT)]
     straight, resumed = (results["jobs"][job]["losses"] for job in (0, 2))
-    assert list(resumed) == list(straight)[SAVED_AT:]
+    step = str(SAVED_AT + 1)
     # sums in another order
-    assert resumed == pytest.approx({step: straight[step] for step in resumed}, abs=1e-3)
+    assert resumed == {step: pytest.approx(straight[step], abs=1e-4)}
 
 
 def test_initial_weights_are_the_same_on_every_layout(results):
