@@ -228,6 +228,7 @@ def test_missing_on_all_replicas_of_a_shard_is_fine(case):
     assert on_threads(layout.world, replica_misses, layout, shape, optimizer, group, "step") == [[]] * layout.world
 
 
+@pytest.mark.filterwarnings("ignore:.*this rank has no gradient")
 def test_loading_a_checkpoint_forgets_parted_replicas():
     layout, shape, optimizer, missing = REPLICATED["hsdp"]
     assert on_threads(4, replica_misses, layout, shape, optimizer, missing, "load") == [[]] * 4
