@@ -1,10 +1,9 @@
-"""Whether the ranks of a mesh have the same groups, options and step count.
+"""Whether the ranks of a mesh have the same groups and options; when a plan is made, and at every step after it.
 
 [Note: agreement]
 When a plan is made, texts are compared: names, shapes, order and options, so a difference is named at build. Options
 and the number of steps may drift apart later. Every step sends flags for missing gradients anyway; the step count and a
-fingerprint of the options ride along in that reduction, and are read once in `STEPS_BETWEEN_CHECKS` steps, so that no
-collective and, on other steps, no wait for the device is added.
+fingerprint of the options ride along in that reduction (see `presence`), so that no collective is added.
 """
 
 import hashlib
@@ -17,8 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtensor_muon.layout import local_tensor, mesh_of
 from dtensor_muon.options import OTHER_KEYS, parameter_names
 from dtensor_muon.redistribute import agree, gather_texts
-
-STEPS_BETWEEN_CHECKS = 100
 
 
 def describe_options(group: Mapping[str, Any]) -> str:
@@ -59,16 +56,21 @@ def check_groups(param_groups: Sequence[Mapping[str, Any]]) -> None:
     for mesh, mine in lines.items():
         text = "\n".join(mine)
         if not agree(mesh, likes[mesh], fingerprint(text)):
-            _raise_difference(mine, gather_texts(mesh, text))
+            raise_first_difference("have different parameter groups", mine, gather_texts(mesh, text))
 
 
-def _raise_difference(mine: Sequence[str], texts: Sequence[str]) -> None:
+def raise_first_difference(what: str, mine: Sequence[str], texts: Sequence[str]) -> None:
+    """Raises for the first line in which the text of a rank differs from this rank's.
+
+    Raises:
+        RuntimeError: They differ; names the line in both versions.
+    """
     for other in (text.split("\n") for text in texts):
         for index in range(max(len(mine), len(other))):
             pair = [lines[index] if index < len(lines) else "nothing" for lines in (mine, other)]
             if pair[0] != pair[1]:
                 raise RuntimeError(
-                    f"the ranks have different parameter groups.\nthis rank:    {pair[0]}\nanother rank: {pair[1]}\n"
+                    f"the ranks {what}; the first difference:\nthis rank:    {pair[0]}\nanother rank: {pair[1]}\n"
                     "Give every rank the same parameters, in the same order, with the same options."
                 )
 
@@ -82,23 +84,14 @@ def options_text(param_groups: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def check_drift(mesh: DeviceMesh, steps: int, text: str, extremes: Sequence[int]) -> None:
-    """Compares the steps and options of the ranks. Collective over the mesh when only the options differ.
-
-    Args:
-        mesh: Whose ranks are compared.
-        steps: Of this rank.
-        text: `options_text` of this rank.
-        extremes: Largest step count, minus the smallest, largest fingerprint, minus the smallest.
+def check_steps(mine: int, *, most: int, fewest: int) -> None:
+    """Checks that all ranks have made the same number of steps.
 
     Raises:
-        RuntimeError: They differ; names the step counts or the options.
+        RuntimeError: They have not; names the numbers.
     """
-    most, least, high, low = extremes
-    if most != -least:
+    if most != fewest:
         raise RuntimeError(
-            f"the ranks have made different numbers of steps: this rank {steps}, others {-least} to {most}; "
-            "let every rank call step() equally often"
+            f"the ranks have made different numbers of steps: this rank {mine}, others {fewest} to {most}; "
+            "let every rank call step() equally often, and go back to the last checkpoint"
         )
-    if high != -low:
-        _raise_difference(text.split("\n"), gather_texts(mesh, text))

@@ -38,7 +38,8 @@ from dtensor_muon.options import (
     parameter_names,
 )
 from dtensor_muon.planner import PlanSettings
-from dtensor_muon.preflight import absent_here_only, check_agreement, check_gradient, check_local_shape
+from dtensor_muon.preflight import check_agreement, check_gradient, check_local_shape
+from dtensor_muon.presence import Presence
 from dtensor_muon.redistribute import BucketMover
 from dtensor_muon.schedule import Bucket, run
 from dtensor_muon.state import accept_state_dict, momentum_dtype, new_state
@@ -143,17 +144,19 @@ class Muon(torch.optim.Optimizer):
         self._compile = compile
         check_nonfinite(nonfinite)
         self._nonfinite = nonfinite
-        self.skipped_steps = 0
-        self._steps = 0
+        self.skipped_steps, self._steps = 0, 0
         self._plans: dict[tuple[bool, ...], Planned] = {}
         self._described: dict[Tensor, FusedDim] = {}
         self._lane: Lane | None = None
+        self._presence = Presence()
         super().__init__(params, defaults)
         check_qkv_found(self.param_groups, self._described)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        # torch calls this for every state dict that it loads, too
         self._plans = {}
+        self._presence = Presence()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in _KEPT}}
@@ -180,7 +183,8 @@ class Muon(torch.optim.Optimizer):
             self._init_state(group, param)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns state and options; see `torch.optim.Optimizer.state_dict`. Changes no step counter."""
+        """Returns state and options; see `torch.optim.Optimizer.state_dict`. Raises what `step` would of replicas."""
+        self._presence.check_replicas()
         self._init_all()
         return super().state_dict()
 
@@ -246,6 +250,8 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: A gradient does not fit its parameter, or an option of a group has become invalid. No parameter
                 has changed and no collective run then.
+            RuntimeError: The ranks differ in groups, options or number of steps, or some replicas of a parameter had no
+                gradient in the step before. Raised on all ranks; no parameter has changed then.
         """
         loss = None
         if closure is not None:
@@ -254,6 +260,7 @@ class Muon(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             # an lr is the scheduler's: its rounding may fall just below zero
             check_values({**group, "lr": 0.0}, f"param_groups[{index}]")
+        self._presence.check()
         self._init_all(allow_meta=True)
         present = self._checked_gradients()
         buckets = self._planned_buckets()
@@ -315,8 +322,8 @@ class Muon(torch.optim.Optimizer):
 
     def _with_absent(self, present: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Adds zeros for parameters that have a gradient on another rank only. Collective."""
-        sharded = [param for _, param in self._named_params() if mesh_of(param) is not None]
-        absent = absent_here_only(sharded, present, self._steps, options_text(self.param_groups))
+        named = [(name, param) for name, param in self._named_params() if mesh_of(param) is not None]
+        absent = self._presence.absent_here_only(named, present, self._steps, options_text(self.param_groups))
         return present | {param: torch.zeros_like(local_tensor(param)) for param in absent}
 
     def explain(self) -> str:

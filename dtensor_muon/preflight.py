@@ -1,16 +1,15 @@
-"""What is checked before data moves: shards, gradients, and that all ranks are about to do the same."""
+"""What is checked before data moves: shards, gradients, and that all ranks have the same plan."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dtensor_muon.agreement import STEPS_BETWEEN_CHECKS, check_drift, fingerprint
+from dtensor_muon.agreement import fingerprint, raise_first_difference
 from dtensor_muon.layout import ParamLayout, describe_tensor, local_sizes, local_tensor, mesh_of
 from dtensor_muon.plan import BucketPlan, MatrixEntry, describe
-from dtensor_muon.redistribute import agree, any_rank, gather_texts
+from dtensor_muon.redistribute import agree, gather_texts
 
 
 def check_local_shape(name: str, param: Tensor, layout: ParamLayout) -> None:
@@ -61,43 +60,6 @@ def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
         )
 
 
-def absent_here_only(params: Sequence[Tensor], present: Container[Tensor], steps: int, options: str) -> list[Tensor]:
-    """Returns the parameters without a gradient on this rank that have one on another rank of their mesh.
-
-    [Note: missing gradients] Every rank sends one flag per parameter and step, and only a rank that misses a gradient
-    reads the answer: the others know already, and need not wait for their device. Collective over the meshes.
-
-    Args:
-        params: All DTensor parameters, in the same order on every rank.
-        present: Those that have a gradient on this rank.
-        steps: Made by this rank; see [Note: agreement] in `agreement`.
-        options: `options_text` of this rank.
-
-    Raises:
-        RuntimeError: The ranks have drifted apart; noticed once in `STEPS_BETWEEN_CHECKS` steps.
-    """
-    number = fingerprint(options)
-    by_mesh: dict[DeviceMesh, list[Tensor]] = {}
-    for param in params:
-        mesh = mesh_of(param)
-        if mesh is not None and mesh.device_type != "meta" and mesh.size() > 1:
-            by_mesh.setdefault(mesh, []).append(param)
-    absent: list[Tensor] = []
-    for mesh, members in by_mesh.items():
-        flags = local_tensor(members[0]).new_ones(len(members) + 4, dtype=torch.int64)
-        # one fill each: a copy from a host tensor would wait for the device
-        for place, value in enumerate((steps, -steps, number, -number), start=len(members)):
-            flags[place].fill_(value)
-        missing = [index for index, param in enumerate(members) if param not in present]
-        for index in missing:
-            flags[index] = 0
-        anywhere = any_rank(mesh, flags)
-        if steps % STEPS_BETWEEN_CHECKS == 0:
-            check_drift(mesh, steps, options, anywhere[len(members) :].tolist())
-        absent += [members[index] for index in missing if anywhere[index]]
-    return absent
-
-
 def check_agreement(plans: Sequence[BucketPlan], entries: Sequence[MatrixEntry], params: Sequence[Tensor]) -> None:
     """Checks on every mesh that all its ranks have the same plan. Collective over the meshes.
 
@@ -120,16 +82,4 @@ def check_agreement(plans: Sequence[BucketPlan], entries: Sequence[MatrixEntry],
         mine = [f"bucket {describe(plan, entries)}" for plan in plans if plan.layout.mesh == mesh]
         text = "\n".join(mine)
         if not agree(mesh, like, fingerprint(text)):
-            _raise_disagreement(mine, gather_texts(mesh, text))
-
-
-def _raise_disagreement(mine: list[str], texts: Sequence[str]) -> None:
-    for other in (text.split("\n") for text in texts):
-        for index in range(max(len(mine), len(other))):
-            pair = [lines[index] if index < len(lines) else "nothing more" for lines in (mine, other)]
-            if pair[0] != pair[1]:
-                raise RuntimeError(
-                    f"the ranks planned different steps; the first difference:\n"
-                    f"this rank:    {pair[0]}\nanother rank: {pair[1]}\n"
-                    "Give every rank the same parameters, in the same order, with the same options."
-                )
+            raise_first_difference("planned different steps", mine, gather_texts(mesh, text))

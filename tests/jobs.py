@@ -1,5 +1,6 @@
 """A small training job on any layout that saves and loads through torch.distributed.checkpoint."""
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +15,14 @@ from dtensor_muon import Muon
 
 SHAPES = {"wide": (10, 12), "same": (10, 12), "frozen": (6, 4), "experts": (4, 6, 5), "head": (7, 4), "norm": (9,)}
 NO_GRADIENT = ("same",)
+STAGES = (("wide", "same", "frozen"), ("experts", "head", "norm"))
 
 _EP2 = Layout((2, 2), (strided(0, 2), S(0)), ((1, 0), (0, 0)), ("efsdp", "ep"))
 _EP4 = Layout((1, 4), (strided(0, 4), S(0)), ((1, 0),), ("efsdp", "ep"))
 _TP2 = Layout((2, 2), (R(), S(0)), ((1, 0),), ("dp_replicate", "tp"))
+_FSDP2 = Layout((2,), (S(0),), ((0, 0),), ("fsdp",))
+# the placements are those of a stage's own mesh, the cut is that of the mesh of both stages
+_STAGE = Layout((2, 2), (S(0),), ((1, 0),), ("pp", "fsdp"))
 _PLAIN = Layout((1,), (), ())
 
 
@@ -27,12 +32,14 @@ def _job(dense: Layout, experts: Layout, norm: Layout) -> dict[str, Layout]:
 
 JOBS = {
     "fsdp4": _job(LAYOUTS["fsdp0"], LAYOUTS["fsdp0"], LAYOUTS["fsdp0"]),
+    "fsdp2": _job(_FSDP2, _FSDP2, _FSDP2),
     "fsdp3": _job(LAYOUTS["fsdp0_of_3"], LAYOUTS["fsdp0_of_3"], LAYOUTS["fsdp0_of_3"]),
     "tp2": _job(_TP2, _TP2.lift(1), Layout((2, 2), (R(), R()), (), ("dp_replicate", "tp"))),
     "fsdp2_tp2": _job(LAYOUTS["fsdp_tp_col"], LAYOUTS["fsdp_tp_row"].lift(1), LAYOUTS["fsdp_tp_norm"]),
     "hsdp": _job(LAYOUTS["hsdp"], LAYOUTS["hsdp"], LAYOUTS["hsdp"]),
     "ep2": _job(LAYOUTS["fsdp0"], _EP2, LAYOUTS["fsdp0"]),
     "ep4": _job(LAYOUTS["fsdp0"], _EP4, LAYOUTS["fsdp0"]),
+    "pp2_fsdp2": _job(_STAGE, _STAGE, _STAGE),
     "plain": _job(_PLAIN, _PLAIN, _PLAIN),
 }
 
@@ -41,15 +48,21 @@ def world_of(job: str) -> int:
     return JOBS[job]["wide"].world
 
 
+def names_of(rank: int, job: str) -> tuple[str, ...]:
+    """The parameters of a rank: all, or those of its pipeline stage."""
+    return STAGES[rank // 2] if job.startswith("pp2") else tuple(SHAPES)
+
+
 class Net(nn.Module):
     """Nothing but named parameters."""
 
-    def __init__(self, rank: int, job: str, shapes: dict[str, tuple[int, ...]] = SHAPES) -> None:
+    def __init__(self, rank: int, job: str) -> None:
         super().__init__()
         meshes: dict[Any, Any] = {}
-        for name, full in zip(shapes, full_tensors(list(shapes.values()), 0, 0.1), strict=True):
-            self.register_parameter(name, nn.Parameter(place(rank, full, JOBS[job][name], meshes)))
-        self.frozen.requires_grad_(False)
+        for name, full in zip(SHAPES, full_tensors(list(SHAPES.values()), 0, 0.1), strict=True):
+            if name in names_of(rank, job):
+                param = nn.Parameter(place(rank, full, JOBS[job][name], meshes))
+                self.register_parameter(name, param.requires_grad_(name != "frozen"))
 
 
 def place(rank: int, full: Tensor, layout: Layout, meshes: dict[Any, Any]) -> Tensor:
@@ -58,7 +71,8 @@ def place(rank: int, full: Tensor, layout: Layout, meshes: dict[Any, Any]) -> Te
         return full.clone()
     key = (layout.mesh, layout.names)
     if key not in meshes:
-        meshes[key] = build_mesh(layout)
+        mesh = build_mesh(layout)
+        meshes[key] = mesh["fsdp"] if layout is _STAGE else mesh
     return from_local(layout.cut(full, rank).clone(), full, meshes[key], layout)
 
 
@@ -69,23 +83,24 @@ def local(tensor: Tensor) -> Tensor:
 def make_optimizer(net: Net, **options: Any) -> Muon:
     named = dict(net.named_parameters())
     groups = [
-        {"params": [(name, named[name]) for name in ("wide", "frozen", "experts")]},
-        {"params": [(name, named[name]) for name in NO_GRADIENT], "lr": 0.01},
-        {"params": [(name, named[name]) for name in ("head", "norm")], "optimizer": "adamw", "lr": 0.003},
+        {"params": ("wide", "frozen", "experts")},
+        {"params": NO_GRADIENT, "lr": 0.01},
+        {"params": ("head", "norm"), "optimizer": "adamw", "lr": 0.003},
     ]
+    groups = [{**group, "params": [(n, named[n]) for n in group["params"] if n in named]} for group in groups]
+    groups = [group for group in groups if group["params"]]
     return Muon(groups, **{"lr": 0.02, "fp32_matmul_prec": "highest", "momentum_dtype": torch.float64} | options)
 
 
 def train_step(rank: int, job: str, net: Net, optimizer: Muon, step: int) -> float:
     """One step towards random targets; returns this rank's part of the loss."""
     loss = 0.0
-    for (name, param), target in zip(
-        net.named_parameters(), full_tensors(list(SHAPES.values()), 50 + step), strict=True
-    ):
+    targets = dict(zip(SHAPES, full_tensors(list(SHAPES.values()), 50 + step), strict=True))
+    for name, param in net.named_parameters():
         if name in NO_GRADIENT or not param.requires_grad:
             continue
         layout = JOBS[job][name]
-        error = local(param) - (layout.cut(target, rank) if layout.placements else target)
+        error = local(param) - (layout.cut(targets[name], rank) if layout.placements else targets[name])
         loss += float(error.square().sum())
         param.grad = torch.zeros_like(param)
         local(param.grad).copy_(error)
@@ -115,7 +130,8 @@ def save_checkpoint(net: Net, optimizer: Muon, path: str, form: str) -> None:
 
 
 def load_checkpoint(net: Net, optimizer: Muon, path: str, form: str) -> None:
-    content = {"model": net.state_dict(), "optimizer": optimizer_content(net, optimizer, form)}
+    # a copy, because dcp.load writes into the tensors that it is given, up to where a damaged file ends
+    content = copy.deepcopy({"model": net.state_dict(), "optimizer": optimizer_content(net, optimizer, form)})
     dcp.load(content, checkpoint_id=path)
     net.load_state_dict(content["model"])
     if form == "raw":

@@ -29,6 +29,7 @@ ORDER = [
     "distributed_ns",
     "agreement",
     "preflight",
+    "presence",
     "nonfinite",
     "clip",
     "state",
@@ -48,8 +49,9 @@ ORDER = [
     "__main__",
 ]
 # some rooms name the types DeviceMesh and DTensor only; in the step, `redistribute` alone moves data
-DISTRIBUTED = {"layout", "agreement", "preflight", "nonfinite", "clip", "state", "redistribute", "bench", "titan"}
+NAMES_TYPES = {"layout", "agreement", "preflight", "presence", "nonfinite", "clip", "state"}
 MOVES_DATA = {"redistribute", "bench", "titan"}
+DISTRIBUTED = NAMES_TYPES | MOVES_DATA
 PRIVATE = {"layout", "redistribute", "bench", "titan"}
 # what has no public name: whether the CPU multiplies bf16, and the common class of all convolutions
 PRIVATE_NAMES = {

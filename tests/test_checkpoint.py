@@ -2,8 +2,11 @@
 
 import pytest
 import torch
-from jobs import Plan, run_job, whole, world_of
+from jobs import Net, Plan, load_checkpoint, make_optimizer, run_job, snapshot, train_step, whole, world_of
 from ranks import GlooRanks
+from torch.distributed.checkpoint import CheckpointException
+
+from dtensor_muon import Muon
 
 FORMS = ("flat", "nested", "raw", "async")
 
@@ -11,7 +14,7 @@ FORMS = ("flat", "nested", "raw", "async")
 @pytest.fixture(scope="module")
 def ranks():
     worlds = {world: GlooRanks(world) for world in (1, 3, 4)}
-    yield lambda plan: worlds[world_of(plan.job)].run(run_job, plan)
+    yield lambda plan, body=run_job, *args: worlds[world_of(plan.job)].run(body, plan, *args)
     for started in worlds.values():
         started.stop()
 
@@ -51,6 +54,9 @@ def test_state_has_the_same_keys_on_every_rank(ranks):
         ("tp2", "fsdp4"),
         ("ep2", "ep4"),
         ("ep4", "ep2"),
+        ("pp2_fsdp2", "plain"),
+        ("plain", "pp2_fsdp2"),
+        ("fsdp2_tp2", "pp2_fsdp2"),
     ],
 )
 def test_resharding_is_bit_identical(ranks, tmp_path, source, target):
@@ -61,7 +67,7 @@ def test_resharding_is_bit_identical(ranks, tmp_path, source, target):
     assert_equal(loaded, saved)
 
 
-@pytest.mark.parametrize("job", ["fsdp4", "fsdp2_tp2", "ep2"])
+@pytest.mark.parametrize("job", ["fsdp4", "fsdp2_tp2", "ep2", "pp2_fsdp2"])
 def test_resumption_is_bit_identical(ranks, tmp_path, job):
     straight = ranks(Plan(job, range(20)))
     first = ranks(Plan(job, range(10), save=str(tmp_path)))
@@ -69,6 +75,76 @@ def test_resumption_is_bit_identical(ranks, tmp_path, job):
     for one, two, all_of_it in zip(first, second, straight, strict=True):
         assert one["losses"] + two["losses"] == all_of_it["losses"]
         assert_equal(two["values"], all_of_it["values"])
+
+
+DAMAGE = {
+    "truncated": lambda data: data[: len(data) // 2],
+    "overwritten": lambda data: data[: len(data) // 3] + bytes(2000) + data[len(data) // 3 + 2000 :],
+    "empty": lambda data: b"",
+}
+
+
+def refuse(rank, plan, message):
+    net = Net(rank, plan.job)
+    optimizer = make_optimizer(net)
+    train_step(rank, plan.job, net, optimizer, 30)
+    before = snapshot(net, optimizer)
+    with pytest.raises(CheckpointException, match=message):
+        load_checkpoint(net, optimizer, plan.load, plan.form)
+    assert_equal(snapshot(net, optimizer), before)
+    train_step(rank, plan.job, net, optimizer, 31)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_file_raises_on_all_ranks_and_changes_nothing(ranks, tmp_path, damage):
+    ranks(Plan("fsdp4", range(2), save=str(tmp_path)))
+    file = next(tmp_path.glob("__2_*.distcp"))
+    file.write_bytes(DAMAGE[damage](file.read_bytes()))
+    ranks(Plan("fsdp4", load=str(tmp_path)), refuse, r"CheckpointException ranks:dict_keys\(\[")
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_checkpoint_without_its_metadata_is_refused(ranks, tmp_path, damage):
+    ranks(Plan("fsdp4", range(2), save=str(tmp_path)))
+    metadata = tmp_path / ".metadata"
+    content = metadata.read_bytes()
+    metadata.unlink()
+    if damage == "truncated":
+        metadata.write_bytes(content[:100])
+    ranks(Plan("fsdp4", load=str(tmp_path)), refuse, "metadata is None")
+
+
+def rename(net):
+    net.register_parameter("renamed", net.wide)
+    del net.wide
+
+
+def resize(net):
+    net.wide = torch.nn.Parameter(torch.ones(12, 12))
+
+
+OTHER_MODELS = {
+    "renamed": (rename, r"Missing key in checkpoint state_dict: model\.renamed"),
+    "resized": (resize, r"saved torch.Size\(\[10, 12\]\) and current: torch.Size\(\[12, 12\]\) for model\.wide"),
+}
+
+
+@pytest.mark.parametrize("change", OTHER_MODELS)
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_checkpoint_of_another_model_names_the_parameter(tmp_path, change):
+    """In one process, without a process group."""
+    change, message = OTHER_MODELS[change]
+    run_job(0, Plan("plain", range(2), save=str(tmp_path)))
+    net = Net(0, "plain")
+    change(net)
+    optimizer = Muon(
+        {"params": [(name, param)], "optimizer": "muon" if param.ndim > 1 else "adamw"}
+        for name, param in net.named_parameters()
+    )
+    before = snapshot(net, optimizer)
+    with pytest.raises(CheckpointException, match=message):
+        load_checkpoint(net, optimizer, str(tmp_path), "flat")
+    assert_equal(snapshot(net, optimizer), before)
 
 
 def test_resumption_without_state_differs(ranks, tmp_path):

@@ -256,7 +256,7 @@ def disagree(rank, name, what):
 )
 def test_ranks_with_different_plans_all_raise(gloo, name, what, named):
     for message, unchanged in gloo.run(disagree, name, what, timeout=40):
-        assert message.startswith("the ranks have different parameter groups.\nthis rank:    ")
+        assert message.startswith("the ranks have different parameter groups; the first difference:\nthis rank:    ")
         assert named in message
         assert "\nanother rank: " in message
         assert message.endswith("\nGive every rank the same parameters, in the same order, with the same options.")

@@ -1,6 +1,8 @@
 """Missing and non-finite gradients, and clipping: all ranks do the same, and nothing waits for nothing."""
 
+import copy
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from ranks import GlooRanks, on_threads
 from simulated import LAYOUTS, Layout, R, S
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor_muon import Muon, clip_grad_norm_
+from dtensor_muon import Muon, clip_grad_norm_, presence
 
 EXPERTS = Layout((2, 2), (S(0), R()), ((0, 0),), ("ep", "dp"))
 TENSORS = [
@@ -130,6 +132,106 @@ def test_no_host_synchronization_when_every_gradient_is_there():
     reads = on_threads(4, host_reads, "propagate", [(2, 0)])
     assert reads[2] > 0
     assert reads[:2] == [0, 0]
+
+
+def steps_of_reads(rank):
+    """The number of the step that sent numbers to the host, and of the step that read them, for each read."""
+    params, _, optimizer = build(rank)
+    number, reads, read = 0, [], presence._Report.read
+
+    def noted(report):
+        reads.append((report.steps, number))
+        return read(report)
+
+    with mock.patch.object(presence._Report, "read", noted):
+        while number < 3:
+            number += 1
+            give_grads(rank, params)
+            optimizer.step()
+    return reads
+
+
+def test_what_concerns_every_rank_is_read_one_step_later(gloo):
+    """By then it has arrived; `HostReads` does not see this read, of a tensor that is on the host already."""
+    meshes = 3
+    assert gloo(4, steps_of_reads) == [[(1, 2)] * meshes + [(2, 3)] * meshes] * 4
+
+
+REPLICATED = {
+    "hsdp": (LAYOUTS["hsdp"], (12, 20), "muon", [2]),
+    "a TP norm": (LAYOUTS["fsdp_tp_norm"], (7,), "adamw", [3]),
+    "an expert": (EXPERTS, (3, 6, 5), "muon", [0]),
+    "hsdp, another shard is missing too": (LAYOUTS["hsdp"], (12, 20), "muon", [0, 1, 2]),
+    "hsdp x tp": (LAYOUTS["hsdp_tp_col"], (12, 20), "muon", [5]),
+    "two replicated axes": (
+        Layout((2, 2, 2), (R(), S(0), R()), ((1, 0),), ("dp", "fsdp", "tp")),
+        (12, 20),
+        "muon",
+        [4],
+    ),
+    "axes that no order suits": (Layout((2, 2), (S(0), R()), ((0, 0),), ("a", "b")), (12, 20), "muon", [3]),
+}
+
+
+def replica_misses(rank, layout, shape, optimizer_name, missing, how):
+    """Two steps with `missing` in the first; returns the step that raised with its error, and the warnings."""
+    other = Layout((2, 2), (R(), S(0)), ((1, 0),), ("a", "b")) if layout.names == ("a", "b") else layout
+    layouts = {"p": layout, "q": other}
+    params = sharded_params(rank, [(torch.ones(shape), layout) for layout in layouts.values()])
+    groups = [{"params": list(zip(layouts, params, strict=True)), "optimizer": optimizer_name}]
+    optimizer = Muon(groups, **EXACT)
+    saved = copy.deepcopy(optimizer.state_dict())
+    messages = []
+    for step in range(2):
+        for param, layout in zip(params, layouts.values(), strict=True):
+            set_grad(rank, param, full_tensors([shape], step)[0], layout)
+        if step == 0 and rank in missing:
+            params[0].grad = None
+        before = [param.detach().to_local().clone() for param in params]
+        try:
+            if how == "load" and step == 1:
+                optimizer.load_state_dict(saved)
+            if how == "state_dict" and step == 1:
+                optimizer.state_dict()
+            else:
+                optimizer.step()
+        except RuntimeError as error:
+            assert all(torch.equal(a, b.to_local()) for a, b in zip(before, params, strict=True))
+            messages.append((step, str(error)))
+    return messages
+
+
+@pytest.mark.parametrize("case", REPLICATED)
+@pytest.mark.parametrize("how", ["step", "state_dict"])
+def test_missing_on_one_replica_raises_on_all_ranks(case, how):
+    layout, shape, optimizer, missing = REPLICATED[case]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        results = on_threads(layout.world, replica_misses, layout, shape, optimizer, missing, how)
+    for (step, message), *more in results:
+        assert step == 1
+        assert not more
+        assert message.startswith(f"p (shape {shape}")
+        assert "some of its replicas had a gradient and others had none" in message
+        assert "parameters like this: 1" in message
+    here = [warning for warning in caught if "this rank has no gradient" in str(warning.message)]
+    assert here
+    assert all(str(warning.message).startswith("p (") and warning.filename == __file__ for warning in here)
+
+
+@pytest.mark.parametrize("case", ["hsdp", "a TP norm", "hsdp x tp"])
+def test_missing_on_all_replicas_of_a_shard_is_fine(case):
+    layout, shape, optimizer, missing = REPLICATED[case]
+    sharding = {axis for axis, _ in layout.cuts}
+    spot = [layout.coordinates(missing[0])[axis] for axis in sharding]
+    group = [rank for rank in range(layout.world) if [layout.coordinates(rank)[axis] for axis in sharding] == spot]
+    assert on_threads(layout.world, replica_misses, layout, shape, optimizer, group, "step") == [[]] * layout.world
+
+
+@pytest.mark.filterwarnings("ignore:.*this rank has no gradient")
+def test_loading_a_checkpoint_forgets_parted_replicas():
+    layout, shape, optimizer, missing = REPLICATED["hsdp"]
+    assert on_threads(4, replica_misses, layout, shape, optimizer, missing, "load") == [[]] * 4
 
 
 def nonfinite_step(rank, mode, where, value):

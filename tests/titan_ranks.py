@@ -4,6 +4,7 @@ Writes the results as JSON, for the tests to look at.
 """
 
 import argparse
+import hashlib
 import json
 from pathlib import Path
 
@@ -16,18 +17,41 @@ from dtensor_muon import Muon
 CONFIG_FOLDER = Path(__file__).parent.parent / "titan_configs"
 
 
+def digest(trainer):
+    """A hash of each whole parameter and each whole state tensor, by name."""
+    whole = {}
+    for part, muon in zip(trainer.model_parts, trainer.optimizers.optimizers, strict=True):
+        for name, param in part.named_parameters():
+            for key, value in {"param": param, **muon.state[param]}.items():
+                value = value.full_tensor() if hasattr(value, "full_tensor") else value
+                whole[f"{name}.{key}"] = hashlib.sha256(value.detach().numpy().tobytes()).hexdigest()
+    return whole
+
+
 def train(file, flags):
-    """Run a job; the loss of every step it trains, and its trainer."""
+    """Run a job; the loss of every step it trains, its digests by step of each save and after loading, its trainer."""
     from torchtitan.config import ConfigManager
     from torchtitan.train import Trainer
 
     config = ConfigManager().parse_args([f"--job.config-file={CONFIG_FOLDER / file}", "--metrics.log-freq=1", *flags])
     trainer = Trainer(config)
-    losses = {}
+    losses, digests = {}, {}
+    save, load = trainer.checkpointer.save, trainer.checkpointer.load
+
+    def noted_save(step, last_step=False):
+        digests[step] = digest(trainer)
+        save(step, last_step)
+
+    def noted_load(step=-1):
+        loaded = load(step)
+        digests["loaded"] = digest(trainer)
+        return loaded
+
+    trainer.checkpointer.save, trainer.checkpointer.load = noted_save, noted_load
     trainer.metrics_processor.log = lambda step, loss, *args, **kwargs: losses.__setitem__(step, loss)
     trainer.train()
     trainer.close()
-    return losses, trainer
+    return losses, digests, trainer
 
 
 def layouts(world_size):
@@ -108,12 +132,13 @@ def main():
     results = {"initial_weights": compare_initial_weights(dist.get_world_size()), "jobs": []}
     for job in args.jobs:
         file, *flags = job.split(",")
-        losses, trainer = train(file, flags)
+        losses, digests, trainer = train(file, flags)
         muon = trainer.optimizers.optimizers[0]
         biases = [value for name, value in trainer.model_parts[0].named_buffers() if name.endswith("expert_bias")]
         results["jobs"].append(
             {
                 "losses": losses,
+                "digests": digests,
                 "is_muon": type(muon) is Muon,
                 "fused": count_fused(muon),
                 "groups": {group["optimizer"]: len(group["params"]) for group in muon.param_groups},

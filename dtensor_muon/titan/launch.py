@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+import os
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,6 +40,8 @@ def launch(file: Path, nproc: int | None, flags: Sequence[str]) -> None:
     if config.training.dataset == corpus.DATASET:
         corpus.prepare(config.training.dataset_path)
     nproc = nproc or default_nproc(config.parallelism)
+    # with the launcher's own store, processes that start again (--max-restarts) find the addresses of the dead ones
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     parser = elastic.get_args_parser()
     parser.prog = "python -m dtensor_muon train FILE.toml"
     elastic.run(parser.parse_args(elastic_arguments(nproc, launcher_flags) + job_args))
