@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_muon.layout import infer_layout, local_tensor
-from dtensor_muon.preflight import check_gradient
+from dtensor_muon.preflight import checked_gradient
 from dtensor_muon.redistribute import reduce_over_axes
 
 
@@ -41,9 +41,9 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float) -> float:
         terms = squares.setdefault((layout.mesh, axes, local_tensor(param).device), [])
         if param.grad is None:
             continue
-        check_gradient(name, param, param.grad)
+        mine = checked_gradient(name, param, param.grad)
         grads.append(local_tensor(param.grad))
-        terms.append(torch.linalg.vector_norm(grads[-1], dtype=torch.float64).square())
+        terms.append(torch.linalg.vector_norm(mine, dtype=torch.float64).square())
     total = 0.0
     for (mesh, axes, device), terms in squares.items():
         square = torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64, device=device)

@@ -189,6 +189,16 @@ def local_sizes(layout: ParamLayout) -> tuple[dict[int, int], tuple[int, ...]]:
     return before, tuple(current)
 
 
+def local_part(whole: torch.Tensor, layout: ParamLayout) -> torch.Tensor:
+    """Returns the view of a whole tensor that is this rank's shard."""
+    for axis in layout.axes:
+        if axis.dim is not None and layout.mesh is not None:
+            size, rank = whole.shape[axis.dim], layout.mesh.get_local_rank(axis.axis)
+            start = torch.sym_min(-(-size // axis.size) * rank, size)
+            whole = whole.narrow(axis.dim, int_or_symbol(start), chunk_size(size, axis.size, rank))
+    return whole
+
+
 def chunk_size(size: int, num_chunks: int, index: int) -> int:
     """Returns the size of chunk `index` under `torch.chunk`; works on the symbolic ranks of simulated meshes."""
     full = (size + num_chunks - 1) // num_chunks

@@ -38,7 +38,7 @@ from dtensor_muon.options import (
     parameter_names,
 )
 from dtensor_muon.planner import PlanSettings
-from dtensor_muon.preflight import check_agreement, check_gradient, check_local_shape
+from dtensor_muon.preflight import check_agreement, check_local_shape, checked_gradient
 from dtensor_muon.presence import Presence
 from dtensor_muon.redistribute import BucketMover
 from dtensor_muon.schedule import Bucket, run
@@ -307,17 +307,19 @@ class Muon(torch.optim.Optimizer):
         return described
 
     def _init_state(self, group: dict[str, Any], param: Tensor, *, allow_meta: bool = False) -> None:
-        if self.state[param] or (param.device.type == "meta" and not allow_meta):
-            return
-        self.state[param].update(new_state(group, param))
+        state = self.state[param]
+        if not state and (param.device.type != "meta" or allow_meta):
+            state.update(new_state(group, param))
+        elif state and group["block_period"] > 1 and "step" not in state:
+            # the option was set after construction
+            state["step"] = torch.zeros(())
 
     def _checked_gradients(self) -> dict[Tensor, Tensor]:
         """Returns the local gradients of this rank, after checking all of them."""
         present: dict[Tensor, Tensor] = {}
         for name, param in self._named_params():
             if param.grad is not None:
-                check_gradient(name, param, param.grad)
-                present[param] = local_tensor(param.grad)
+                present[param] = checked_gradient(name, param, param.grad)
         return present
 
     def _with_absent(self, present: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:

@@ -7,7 +7,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_muon.agreement import fingerprint, raise_first_difference
-from dtensor_muon.layout import ParamLayout, describe_tensor, local_sizes, local_tensor, mesh_of
+from dtensor_muon.layout import (
+    ParamLayout,
+    describe_tensor,
+    infer_layout,
+    local_part,
+    local_sizes,
+    local_tensor,
+    mesh_of,
+)
 from dtensor_muon.plan import BucketPlan, MatrixEntry, describe
 from dtensor_muon.redistribute import agree, gather_texts
 
@@ -34,8 +42,10 @@ def check_local_shape(name: str, param: Tensor, layout: ParamLayout) -> None:
         )
 
 
-def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
-    """Checks that a gradient fits its parameter.
+def checked_gradient(name: str, param: Tensor, grad: Tensor) -> Tensor:
+    """Returns the local shard of a gradient that fits its parameter.
+
+    A gradient that is replicated (tensor parallelism leaves that of an embedding so) is cut like the parameter.
 
     Raises:
         ValueError: It is of another kind, mesh, placements or shape, or not real floating point.
@@ -52,12 +62,15 @@ def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
     elif isinstance(grad, DTensor) and isinstance(param, DTensor):
         if grad.device_mesh != param.device_mesh:
             problem = "lives on another mesh"
+        elif all(placement.is_replicate() for placement in grad.placements):
+            return local_part(local_tensor(grad), infer_layout(param, name))
         elif tuple(grad.placements) != tuple(param.placements):
             problem = "has other placements; reduce it or redistribute it to the parameter's placements before step()"
     if problem is not None:
         raise ValueError(
             f"the gradient {describe_tensor(name + '.grad', grad)} of {describe_tensor(name, param)} {problem}"
         )
+    return local_tensor(grad)
 
 
 def check_agreement(plans: Sequence[BucketPlan], entries: Sequence[MatrixEntry], params: Sequence[Tensor]) -> None:

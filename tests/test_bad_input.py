@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.debug import CommDebugMode
 
 from dtensor_muon import Muon
-from dtensor_muon.preflight import check_gradient
+from dtensor_muon.preflight import checked_gradient
 
 FINITE = "it must be a finite number of at least 0"
 
@@ -263,7 +263,7 @@ def gradient_on_wrong_kind(rank):
     """A plain gradient on a DTensor: torch refuses the assignment, so it can only come from another subclass."""
     (param,) = sharded_params(rank, [(full_tensors([(8, 6)], 0)[0], LAYOUTS["fsdp0"])])
     try:
-        check_gradient("w", param, torch.ones(8, 6))
+        checked_gradient("w", param, torch.ones(8, 6))
     except ValueError as error:
         return str(error)
     return "no error"
