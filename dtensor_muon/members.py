@@ -1,7 +1,7 @@
 """From parameters to what the planner and the step see: fused descriptions, kinds of steps, plans and segments."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,14 +25,14 @@ class Planned:
         plans: The buckets.
         entries: What they were built from.
         owners: The group and the member of each entry.
-        buckets: What the step runs; empty until all ranks have agreed on the plan.
+        waves: What the step runs; None until all ranks have agreed on the plan.
     """
 
     signature: object
     plans: tuple[BucketPlan, ...]
     entries: Sequence[MatrixEntry]
     owners: Sequence[tuple[dict[str, Any], Member]]
-    buckets: tuple[Bucket, ...] | None = field(default=None)
+    waves: tuple[tuple[Bucket, ...], ...] | None = None
 
 
 def own_description(group: Mapping[str, Any], name: str, param: Tensor) -> FusedDim | None:

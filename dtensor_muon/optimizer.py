@@ -41,7 +41,7 @@ from dtensor_muon.planner import PlanSettings
 from dtensor_muon.preflight import check_agreement, check_local_shape, checked_gradient
 from dtensor_muon.presence import Presence
 from dtensor_muon.redistribute import BucketMover
-from dtensor_muon.schedule import Bucket, run
+from dtensor_muon.schedule import Bucket, run, waves_of
 from dtensor_muon.state import accept_state_dict, momentum_dtype, new_state
 
 # what a copy of an optimizer keeps beside its groups and state
@@ -87,7 +87,7 @@ class Muon(torch.optim.Optimizer):
         betas: Of AdamW groups.
         eps: Of AdamW groups.
         device_profile: Rates by which `"auto"` chooses; None takes the preset of the device type.
-        max_bucket_bytes: Bound on a rank's extra memory for one bucket, in bytes. None is 1 GiB, or what one matrix on
+        max_bucket_bytes: Bound on a rank's extra memory for a bucket, or several together, in bytes. None is 1 GiB, or what one matrix on
             every rank needs where that is more.
         compile: Whether to run the Newton-Schulz of whole matrices through `torch.compile`.
         nonfinite: When a gradient is infinite or NaN on any rank: `"propagate"` goes on; `"skip"` leaves all parameters
@@ -263,13 +263,13 @@ class Muon(torch.optim.Optimizer):
         self._presence.check()
         self._init_all(allow_meta=True)
         present = self._checked_gradients()
-        buckets = self._planned_buckets()
+        waves = self._planned_waves()
         self._steps += 1
         gradients = self._with_absent(present)
         if skips_step(self._nonfinite, list(self._named_params()), gradients):
             self.skipped_steps += 1
             return loss
-        run(buckets, gradients, self._momentum, self._lane)
+        run(waves, gradients, self._momentum, self._lane)
         count_steps(self.param_groups, self.state)
         for group in self.param_groups:
             if group["optimizer"] == ADAMW:
@@ -345,20 +345,21 @@ class Muon(torch.optim.Optimizer):
             planned = self._plans[blockwise] = make_plan(groups, blockwise, self._described, self._settings)
         return planned
 
-    def _planned_buckets(self) -> tuple[Bucket, ...]:
-        """Returns the buckets of the plan. Collective when the plan is new: all ranks check that they agree on it."""
+    def _planned_waves(self) -> tuple[tuple[Bucket, ...], ...]:
+        """Returns the plan in waves. Collective when it is new: all ranks check that they agree on it."""
         planned = self._planned()
-        if planned.buckets is None:
+        if planned.waves is None:
             owners = planned.owners
             check_groups(self.param_groups)
             check_agreement(planned.plans, planned.entries, [member.param for _, member in owners])
             math = compiled_orthogonalize() if self._compile else orthogonalize
-            planned.buckets = tuple(
+            buckets = [
                 Bucket(plan, BucketMover(plan), segments_of([owners[member] for member in plan.members]), math)
                 for plan in planned.plans
-            )
+            ]
+            planned.waves = waves_of(buckets, self._settings.max_bucket_bytes)
             self._lane = make_lane(owners[0][1].param.device) if owners else None
-        return planned.buckets
+        return planned.waves
 
     def _step_adamw(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
         params = [param for param in group["params"] if param in gradients]

@@ -1,4 +1,10 @@
-"""Runs the buckets of a step: prepare, to_compute, compute, to_storage, apply."""
+"""Runs the buckets of a step: prepare, to_compute, compute, to_storage, apply.
+
+[Note: waves]
+Whenever a bucket moves, its ranks wait for the slowest of them, but the ranks are balanced over the whole step, not
+within each bucket. So buckets that fit into the memory bound of one together form a wave: all of them move, all are
+computed, all move back, and the ranks wait for each other twice a wave instead of twice a bucket.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +22,7 @@ from dtensor_muon.lane import Lane
 from dtensor_muon.layout import local_tensor
 from dtensor_muon.newton_schulz import matmul_precision
 from dtensor_muon.plan import AssembledSplit, BucketPlan, Target, long_dim_of
+from dtensor_muon.planner import DEFAULT_BUCKET_BYTES
 from dtensor_muon.redistribute import BucketMover, Computed
 
 
@@ -53,8 +60,29 @@ class Bucket:
     orthogonalize: Callable[..., Tensor]
 
 
+def waves_of(buckets: Sequence[Bucket], limit: int | None) -> tuple[tuple[Bucket, ...], ...]:
+    """Groups consecutive buckets that may be in flight together; see [Note: waves].
+
+    Args:
+        buckets: In the order of the plan.
+        limit: Bound on the extra memory of a wave, in bytes; None is that of a bucket. A bucket that needs more is a
+            wave of its own.
+    """
+    waves: list[list[Bucket]] = []
+    room = 0.0
+    for bucket in buckets:
+        needed = bucket.plan.price.in_flight_bytes
+        if waves and needed <= room:
+            waves[-1].append(bucket)
+        else:
+            waves.append([bucket])
+            room = limit or DEFAULT_BUCKET_BYTES
+        room -= needed
+    return tuple(map(tuple, waves))
+
+
 def run(
-    buckets: Sequence[Bucket],
+    waves: Sequence[Sequence[Bucket]],
     gradients: Mapping[Tensor, Tensor],
     momentum_of: Callable[[Tensor], Tensor],
     lane: Lane | None,
@@ -62,43 +90,44 @@ def run(
     """Updates the parameters of all buckets.
 
     Args:
-        buckets: In the same order on every rank.
+        waves: The buckets, in the same waves on every rank.
         gradients: Local gradient of each parameter that takes part; the same parameters on every rank.
         momentum_of: Returns a parameter's local momentum buffer.
-        lane: Where a bucket moves while the one before it computes; None works on one bucket after the other.
+        lane: Where a wave moves while the one before it computes; None works on one wave after the other.
     """
-    pending: tuple[Bucket, Computed] | None = None
-    for bucket in buckets:
-        if not any(member.param in gradients for segment in bucket.segments for member in segment.members):
-            continue
-        with record_function("Muon::prepare"):
-            inputs = _prepare(bucket, gradients, momentum_of)
-        with record_function("Muon::to_compute"):
-            if lane is None:
-                computed = bucket.mover.to_compute(inputs)
-            else:
-                with lane.beside(inputs):
-                    computed = bucket.mover.to_compute(inputs)
-        del inputs
+    pending: list[tuple[Bucket, Computed]] = []
+    for wave in waves:
+        moved: list[tuple[Bucket, Computed]] = []
+        for bucket in wave:
+            if not any(member.param in gradients for segment in bucket.segments for member in segment.members):
+                continue
+            with record_function("Muon::prepare"):
+                inputs = _prepare(bucket, gradients, momentum_of)
+            with record_function("Muon::to_compute"), nullcontext() if lane is None else lane.beside(inputs):
+                moved.append((bucket, bucket.mover.to_compute(inputs)))
+            del inputs
         if lane is None:
-            _finish(bucket, computed, gradients)
-            continue
-        if pending is not None:
-            _finish(*pending, gradients, lane)
-        pending = bucket, computed
-    if pending is not None:
-        _finish(*pending, gradients, lane)
+            _finish(moved, gradients)
+        else:
+            _finish(pending, gradients, lane)
+            pending = moved
+    _finish(pending, gradients, lane)
 
 
-def _finish(bucket: Bucket, computed: Computed, gradients: Mapping[Tensor, Tensor], lane: Lane | None = None) -> None:
-    if lane is not None:
-        lane.join(computed.matrices)
-    with record_function("Muon::compute"):
-        updates = _compute(bucket, computed)
-    with record_function("Muon::to_storage"):
-        shards = computed.to_storage(updates)
-    with record_function("Muon::apply"):
-        _apply(bucket, gradients, shards, updates.shape[-2:])
+def _finish(
+    wave: Sequence[tuple[Bucket, Computed]], gradients: Mapping[Tensor, Tensor], lane: Lane | None = None
+) -> None:
+    updates: list[Tensor] = []
+    for bucket, computed in wave:
+        if lane is not None:
+            lane.join(computed.matrices)
+        with record_function("Muon::compute"):
+            updates.append(_compute(bucket, computed))
+    for (bucket, computed), update in zip(wave, updates, strict=True):
+        with record_function("Muon::to_storage"):
+            shards = computed.to_storage(update)
+        with record_function("Muon::apply"):
+            _apply(bucket, gradients, shards, update.shape[-2:])
 
 
 def _prepare(

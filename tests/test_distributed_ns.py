@@ -21,7 +21,7 @@ def largest_error(layout, options, shapes):
         for param, grad in zip(params, grads, strict=True):
             param.grad = shard(mode, grad, mesh, layout)
         optimizer.step()
-        plans = [bucket.plan for bucket in optimizer._planned_buckets()]
+        plans = optimizer._planned().plans
         with mode.disable():
             worst = 0.0
             for param, weight, grad in zip(params, weights, grads, strict=True):

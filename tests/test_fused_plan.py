@@ -68,7 +68,7 @@ def test_memory_is_bounded():
         params = make_params([(192, 256)] * 8, mesh)
         optimizer = Muon(params, max_bucket_bytes=limit, tp_mode="owner", fused=FusedDim((128, 32, 32)))
         optimizer.step()
-        assert len(optimizer._planned_buckets()) >= 2
+        assert len(optimizer._planned_waves()) >= 2
         with PeakMemory(optimizer) as memory:
             optimizer.step()
     assert 0 < memory.peak <= limit

@@ -52,7 +52,7 @@ def model_parameters(model, mesh):
 
 
 def plans_of(params, **options):
-    return [bucket.plan for bucket in Muon(params, **options)._planned_buckets()]
+    return list(Muon(params, **options)._planned().plans)
 
 
 def executed_loads(plans, world):
@@ -103,7 +103,7 @@ def one_bucket(shape, count, placements, mesh_shape=(4,), names=("fsdp",), **opt
     with fake_world(torch.Size(mesh_shape).numel()):
         mesh = init_device_mesh("meta", mesh_shape, mesh_dim_names=names)
         optimizer = Muon([meta_parameter(shape, mesh, placements) for _ in range(count)], **options)
-        return [bucket.plan for bucket in optimizer._planned_buckets()], optimizer.explain()
+        return list(optimizer._planned().plans), optimizer.explain()
 
 
 def test_many_matrices_are_shared_out_whole():

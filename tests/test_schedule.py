@@ -1,6 +1,7 @@
 """The order of a step's stages, its memory, and that overlap changes nothing."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor_muon import Muon
+from dtensor_muon import Muon, schedule
 from dtensor_muon.lane import make_lane
 
 SHAPES = [(192, 256)] * 8 + [(128, 128)] * 4
@@ -83,18 +84,18 @@ def make_params(shapes, mesh=None):
     return params
 
 
-@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize(("world", "limit"), [(1, LIMIT), (1, 2 * LIMIT), (4, LIMIT // 4), (4, LIMIT // 3)])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_memory_is_bounded_by_two_buckets(world, overlap):
+def test_memory_is_bounded_by_two_buckets(world, limit, overlap):
     with one_of(world) as mesh:
-        optimizer = Muon(make_params(SHAPES, mesh if world > 1 else None), max_bucket_bytes=LIMIT, tp_mode="owner")
+        optimizer = Muon(make_params(SHAPES, mesh if world > 1 else None), max_bucket_bytes=limit, tp_mode="owner")
         optimizer.step()
-        assert len(optimizer._planned_buckets()) >= 2
+        assert len(optimizer._planned_waves()) >= 2
         if overlap:
             optimizer._lane = RecordingLane()
         with PeakMemory(optimizer) as memory:
             optimizer.step()
-    assert 0 < memory.peak <= (2 if overlap else 1) * LIMIT
+    assert 0 < memory.peak <= (2 if overlap else 1) * limit
 
 
 def test_memory_grows_without_the_bound():
@@ -112,14 +113,41 @@ def test_overlap_is_bit_identical_and_moves_the_next_bucket_first():
         params = make_params(SHAPES)
         optimizer = Muon(params, max_bucket_bytes=3 * 2**20)
         for _ in range(2):
-            optimizer._planned_buckets()
+            optimizer._planned_waves()
             optimizer._lane = lane
             optimizer.step()
         results.append([param.detach().clone() for param in params])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    num_buckets = len(optimizer._planned_buckets())
-    assert num_buckets > 2
-    assert lane.events == (["move"] + ["move", "join"] * (num_buckets - 1) + ["join"]) * 2
+    num_waves = len(optimizer._planned_waves())
+    assert num_waves > 2
+    assert lane.events == (["move"] + ["move", "join"] * (num_waves - 1) + ["join"]) * 2
+
+
+@pytest.mark.parametrize("limit", [1, 3 * 2**20, None])
+def test_a_wave_has_the_memory_of_a_bucket(limit):
+    optimizer = Muon(make_params([*SHAPES, (64, 64), (32, 64)]), max_bucket_bytes=limit)
+    optimizer.step()
+    waves = optimizer._planned_waves()
+    assert [bucket.plan for wave in waves for bucket in wave] == list(optimizer._planned().plans)
+    needed = [sum(bucket.plan.price.in_flight_bytes for bucket in wave) for wave in waves]
+    assert all(len(wave) == 1 or total <= (limit or 2**30) for wave, total in zip(waves, needed, strict=True))
+    # the next bucket would not have fitted
+    later = [wave[0].plan.price.in_flight_bytes for wave in waves[1:]]
+    assert all(total + more > (limit or 2**30) for total, more in zip(needed, later, strict=False))
+    assert (len(waves) == 1) == (limit is None)
+
+
+def test_ranks_wait_for_each_other_twice_a_wave():
+    """All buckets of a wave move before the first is computed, and all are computed before the first moves back."""
+    names = []
+
+    def noted(name):
+        names.append(name.removeprefix("Muon::"))
+        return nullcontext()
+
+    with mock.patch.object(schedule, "record_function", noted):
+        Muon(make_params(SHAPES)).step()
+    assert names == ["prepare", "to_compute"] * 2 + ["compute"] * 2 + ["to_storage", "apply"] * 2
 
 
 def test_cpu_has_no_lane():
