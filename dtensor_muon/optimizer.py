@@ -87,8 +87,8 @@ class Muon(torch.optim.Optimizer):
         betas: Of AdamW groups.
         eps: Of AdamW groups.
         device_profile: Rates by which `"auto"` chooses; None takes the preset of the device type.
-        max_bucket_bytes: Bound on a rank's extra memory for the buckets that move together, in bytes. None is 1 GiB, or what one
-            matrix on every rank needs where that is more.
+        max_bucket_bytes: Bound on a rank's extra memory for the buckets that move together, in bytes. None is 1 GiB, or
+            what one matrix on every rank needs where that is more.
         compile: Whether to run the Newton-Schulz of whole matrices through `torch.compile`.
         nonfinite: When a gradient is infinite or NaN on any rank: `"propagate"` goes on; `"skip"` leaves all parameters
             and state as they are, warns with the names and counts in `skipped_steps`; `"raise"` leaves them, and raises
