@@ -76,7 +76,7 @@ def check_qkv_found(param_groups: Sequence[Mapping[str, Any]], described: Mappin
             f"{name} {tuple(param.shape)}"
             for index, group in enumerate(param_groups)
             for name, param in zip(parameter_names(group, index), group["params"], strict=True)
-            if group in groups
+            if group["optimizer"] == MUON and group["split_qkv"]
         ]
         more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
         raise ValueError(
