@@ -46,7 +46,7 @@ def own_description(group: Mapping[str, Any], name: str, param: Tensor) -> Fused
     try:
         if attribute is not None:
             return FusedDim.from_option(attribute)
-        if not group["split_qkv"]:
+        if group.get("optimizer", MUON) != MUON or not group["split_qkv"]:
             return None
         is_qkv: Callable[[Tensor], bool] | None = group["is_qkv_fn"]
         if not (is_qkv(param) if is_qkv is not None else getattr(param, "is_qkv", False)):
@@ -148,8 +148,10 @@ def make_plan(
 
 
 def group_description(group: Mapping[str, Any]) -> FusedDim | None:
-    """Returns the fused description that a group has for all its parameters."""
-    return None if group["fused"] is None else FusedDim.from_option(group["fused"])
+    """Returns the fused description that a Muon group has for all its parameters."""
+    if group["optimizer"] != MUON or group["fused"] is None:
+        return None
+    return FusedDim.from_option(group["fused"])
 
 
 def segments_of(members: Sequence[tuple[dict[str, Any], Member]]) -> tuple[Segment, ...]:

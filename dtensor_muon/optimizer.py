@@ -297,13 +297,15 @@ class Muon(torch.optim.Optimizer):
             seen[param] = name
             check_dtype(name, param)
             layout = infer_layout(param, name)
+            own = own_description(group, name, param)
+            fused = own or group_description(group)
+            if fused is not None and param.ndim < 2:
+                fused.resolve(layout.shape, name)
             if group["optimizer"] == MUON:
                 check_matrix(name, param)
                 check_local_shape(name, param, layout)
-                own = own_description(group, name, param)
-                if own is not None:
-                    described[param] = own
-                parts_of(layout, name, own or group_description(group), group["flatten"])
+                parts_of(layout, name, fused, group["flatten"])
+                described |= {} if own is None else {param: own}
         return described
 
     def _init_state(self, group: dict[str, Any], param: Tensor, *, allow_meta: bool = False) -> None:
@@ -343,6 +345,10 @@ class Muon(torch.optim.Optimizer):
         planned = self._plans.get(blockwise)
         if planned is None or planned.signature != signature_of(groups, blockwise):
             planned = self._plans[blockwise] = make_plan(groups, blockwise, self._described, self._settings)
+            blocks = tuple(group["block_period"] > 1 for _, group in groups)
+            if any(blocks) and not any(blockwise):
+                # a layout without blocks to work on raises at the first step, not at the first of blocks
+                make_plan(groups, blocks, self._described, self._settings)
         return planned
 
     def _planned_waves(self) -> tuple[tuple[Bucket, ...], ...]:

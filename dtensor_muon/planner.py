@@ -202,7 +202,7 @@ def _check_split(entry: MatrixEntry, block_axis: ShardedAxis | None) -> None:
         raise NotImplementedError(
             f"{entry.name} (shape {layout.shape}, placements {layout.placements}, fused sizes {fused.sizes} in "
             f"{fused.num_groups} groups): the shards cut through groups, so tp_mode={mode!r} cannot split it; "
-            'choose tp_mode="auto" or "owner", or shard it between groups'
+            'choose tp_mode="auto" or "owner" and no block_period, or shard it between groups'
         )
 
 

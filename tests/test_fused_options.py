@@ -133,11 +133,25 @@ def test_bad_descriptions(name):
 
 def test_a_vector_with_a_description():
     bias = torch.nn.Parameter(torch.ones(6))
+    message = r"bias \(global shape \(6,\), fused sizes \(3,\)\): a fused weight must be a matrix or a stack of them"
+    with pytest.raises(ValueError, match=message):
+        Muon([("bias", bias)], fused=FusedDim((3,)))
     bias.fused_dim = FusedDim((3,))
-    with pytest.raises(ValueError, match=r"bias .*Muon works on matrices"):
-        Muon([("bias", bias)])
-    with pytest.raises(ValueError, match=r"bias .*a fused weight must be a matrix or a stack of them"):
-        FusedDim((3,)).resolve((6,), "bias")
+    for optimizer in ("muon", "adamw"):
+        with pytest.raises(ValueError, match=message):
+            Muon([{"params": [("bias", bias)], "optimizer": optimizer}])
+
+
+def test_no_qkv_weight_in_several_groups():
+    groups = [{"params": [(name, torch.nn.Parameter(torch.ones(12, 8)))]} for name in "abcdefg"]
+    with pytest.raises(ValueError, match=r"no parameter is a QKV weight: a \(12, 8\), .*, e \(12, 8\) and 2 more; set"):
+        Muon(groups, split_qkv=True, qkv_split_shapes=SIZES)
+
+
+def test_split_qkv_is_no_matter_of_biases():
+    bias, weight = torch.nn.Parameter(torch.ones(12)), torch.nn.Parameter(torch.ones(12, 8))
+    groups = [{"params": [weight]}, {"params": [bias], "optimizer": "adamw"}]
+    Muon(groups, split_qkv=True, is_qkv_fn=lambda _: True, qkv_split_shapes=SIZES)
 
 
 @pytest.mark.parametrize(

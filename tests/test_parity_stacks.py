@@ -105,20 +105,31 @@ def test_collectives_of_expert_layouts(name):
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-@pytest.mark.parametrize("num_experts", [8, 3, 1])
-def test_every_expert_is_computed_once_and_no_padding(name, num_experts, monkeypatch):
+@pytest.mark.parametrize(("num_experts", "mode"), [(8, "auto"), (8, "owner"), (3, "owner"), (1, "owner")])
+def test_every_expert_is_computed_once_and_no_padding(name, num_experts, mode, monkeypatch):
     computed = []
     monkeypatch.setattr(
         optimizer, "orthogonalize", lambda x, *args, **options: computed.append(x) or orthogonalize(x, *args, **options)
     )
     layout = EXPERTS[name]
-    on_threads(layout.world, train_owner, layout, [(num_experts, 6, 10)] * 3)
+    on_threads(layout.world, train_once, layout, [(num_experts, 6, 10)] * 3, mode)
     assert sum(len(x) for x in computed) == 3 * num_experts * 2
     assert all(matrix.any() for x in computed for matrix in x)
 
 
-def train_owner(rank, layout, shapes):
-    run = case(layout, shapes, tp_mode="owner")
+@pytest.mark.parametrize("name", ["many_ranks", "fsdp_more_ranks_than_experts"])
+def test_more_ranks_than_experts_compute_no_padding_by_default(name, monkeypatch):
+    """`auto` may let ranks repeat an expert rather than idle, but multiplies no zeros."""
+    computed = []
+    monkeypatch.setattr(
+        optimizer, "orthogonalize", lambda x, *args, **options: computed.append(x) or orthogonalize(x, *args, **options)
+    )
+    on_threads(4, train_once, EXPERTS[name], [(2, 6, 10)], "auto")
+    assert all(matrix.any() for x in computed for matrix in x)
+
+
+def train_once(rank, layout, shapes, mode):
+    run = case(layout, shapes, tp_mode=mode)
     return train(rank, run, trajectory(run, ReferenceMuon()))
 
 
