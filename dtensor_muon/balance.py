@@ -1,6 +1,7 @@
 """Spreads the matrices of all buckets so that the ranks finish together."""
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,14 +17,16 @@ def balance(plans: Sequence[BucketPlan]) -> Iterator[BucketPlan]:
     """Sets the counts of the buckets, in the order given (the most expensive matrices first).
 
     Each bucket is poured onto the ranks that have the least work so far; see [Note: slots] in `plan`. The same on every
-    rank: it looks at the plan alone.
+    rank of a bucket: only work of meshes with the same ranks counts. A submesh has siblings whose work this rank does
+    not know, and its ranks would come to other counts than theirs for the buckets that they share.
     """
-    loads: dict[int, float] = {}
+    loads_of: dict[frozenset[int], dict[int, float]] = {}
     for plan in plans:
         if plan.num_owners == 1:
             yield plan
             continue
         ranks = _owner_ranks(plan)
+        loads = loads_of.setdefault(frozenset(itertools.chain.from_iterable(ranks)), {})
         per_matrix = plan.price.flops / plan.matrices_per_owner
         load = [max(loads.get(rank, 0.0) for rank in group) for group in ranks]
         counts = _pour(load, plan.num_matrices, per_matrix)

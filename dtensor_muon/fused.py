@@ -90,11 +90,13 @@ class FusedDim:
         length, total = shape[len(shape) - 2 + self.dim], self.group_size
         groups = length // total if self.num_groups is None else self.num_groups
         if groups * total != length or groups == 0:
-            given = "" if self.num_groups is None else f" in {self.num_groups} groups"
-            what = "columns" if self.dim else "rows"
-            raise ValueError(
-                f"{where}: the {length} {what} are not a multiple of the {total} of one group{given}; correct the sizes"
+            needed = (
+                f"a multiple of the {total} of one group"
+                if self.num_groups is None
+                else f"{self.num_groups} groups of {total}"
             )
+            what = "columns" if self.dim else "rows"
+            raise ValueError(f"{where}: the {length} {what} are not {needed}; correct the sizes")
         return replace(self, num_groups=groups)
 
 

@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from dtensor_muon.fused import FusedDim
-from dtensor_muon.members import own_description
+from dtensor_muon.members import description_of, is_qkv_weight
 from dtensor_muon.options import MUON
 from dtensor_muon.overrides import FLATTEN, FUSED
 
 _NOT_IN_HEADER = ("params", "param_names", "optimizer", FUSED)
-_NO_QKV = {"split_qkv": False, "is_qkv_fn": None, "qkv_split_shapes": None}
+_DEFAULTS = {"optimizer": MUON, "split_qkv": False, "qkv_split_shapes": None, FUSED: None, FLATTEN: False}
 
 
 def describe_param_groups(groups: Iterable[Mapping[str, Any]]) -> str:
@@ -81,7 +81,6 @@ def _pattern_rows(group: Mapping[str, Any], optimizer: str) -> list[tuple[str, s
 
 
 def _fused(group: Mapping[str, Any], param: Tensor, name: str) -> FusedDim | None:
-    fused = own_description({**_NO_QKV, **group}, name, param)
-    if fused is None and group.get(FUSED) is not None:
-        fused = FusedDim.from_option(group[FUSED])
-    return fused and fused.resolve(matrix_shape(param.shape, bool(group.get(FLATTEN))), name)
+    full = {**_DEFAULTS, **group}
+    fused = description_of(full, name, param, is_qkv=is_qkv_weight(full, param))
+    return fused and fused.resolve(matrix_shape(param.shape, bool(full[FLATTEN])), name)

@@ -1,6 +1,6 @@
 """From parameters to what the planner and the step see: fused descriptions, kinds of steps, plans and segments."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,34 +35,44 @@ class Planned:
     waves: tuple[tuple[Bucket, ...], ...] | None = None
 
 
-def own_description(group: Mapping[str, Any], name: str, param: Tensor) -> FusedDim | None:
-    """Returns a parameter's own fused description: its attribute `fused_dim`, or else that of the QKV arguments.
+def is_qkv_weight(group: Mapping[str, Any], param: Tensor) -> bool:
+    """Asks the group's `is_qkv_fn`, or else the attribute `is_qkv`, whether a parameter is a fused QKV weight."""
+    is_qkv: Callable[[Tensor], bool] | None = group.get("is_qkv_fn")
+    return bool(is_qkv(param) if is_qkv is not None else getattr(param, "is_qkv", False))
+
+
+def description_of(group: Mapping[str, Any], name: str, param: Tensor, *, is_qkv: bool) -> FusedDim | None:
+    """Returns the fused description of a parameter: of its attribute `fused_dim`, the QKV arguments, or the group.
+
+    Args:
+        group: With all options.
+        name: Of the parameter, for messages.
+        param: The parameter.
+        is_qkv: Whether it is a QKV weight, which `split_qkv` splits.
 
     Raises:
         ValueError: A description that is not allowed, or a QKV weight without split sizes.
     """
-    where = describe_tensor(name, param)
     attribute = getattr(param, "fused_dim", None)
     try:
         if attribute is not None:
             return FusedDim.from_option(attribute)
-        if group.get("optimizer", MUON) != MUON or not group["split_qkv"]:
+        if group["optimizer"] != MUON:
             return None
-        is_qkv: Callable[[Tensor], bool] | None = group["is_qkv_fn"]
-        if not (is_qkv(param) if is_qkv is not None else getattr(param, "is_qkv", False)):
-            return None
-        sizes = getattr(param, "qkv_split_shapes", None) or group["qkv_split_shapes"]
-        if sizes is None:
-            raise ValueError(
-                "it is a QKV weight, but neither it nor the group has qkv_split_shapes, the rows of (q, k, v) or "
-                "(q, gate, k, v) per query group"
-            )
-        return FusedDim(sizes)
+        if group["split_qkv"] and is_qkv:
+            sizes = getattr(param, "qkv_split_shapes", None) or group["qkv_split_shapes"]
+            if sizes is None:
+                raise ValueError(
+                    "it is a QKV weight, but neither it nor the group has qkv_split_shapes, the rows of (q, k, v) or "
+                    "(q, gate, k, v) per query group"
+                )
+            return FusedDim(sizes)
+        return None if group["fused"] is None else FusedDim.from_option(group["fused"])
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{describe_tensor(name, param)}: {error}") from None
 
 
-def check_qkv_found(param_groups: Sequence[Mapping[str, Any]], described: Mapping[Tensor, FusedDim]) -> None:
+def check_qkv_found(param_groups: Sequence[Mapping[str, Any]], qkv: Container[Tensor]) -> None:
     """Checks that groups with `split_qkv=True` have a parameter to split.
 
     Raises:
@@ -70,7 +80,7 @@ def check_qkv_found(param_groups: Sequence[Mapping[str, Any]], described: Mappin
     """
     groups = [group for group in param_groups if group["optimizer"] == MUON and group["split_qkv"]]
     params = [param for group in groups for param in group["params"]]
-    if params and not any(param in described for param in params):
+    if params and not any(param in qkv or hasattr(param, "fused_dim") for param in params):
         sizes = groups[0]["qkv_split_shapes"]
         shown = [
             f"{name} {tuple(param.shape)}"
@@ -90,7 +100,9 @@ def is_block_step(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[str, 
     """Whether the next step of a group with `block_period > 1` orthogonalizes tensor-parallel blocks apart."""
     if group["block_period"] == 1 or not group["params"]:
         return False
-    return int(state[group["params"][0]]["step"]) % int(group["block_period"]) != 0
+    # a checkpoint may lack the state of frozen parameters
+    param = next((param for param in group["params"] if param.requires_grad), group["params"][0])
+    return int(state[param]["step"]) % int(group["block_period"]) != 0
 
 
 def count_steps(param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -107,9 +119,10 @@ def signature_of(groups: Sequence[tuple[int, dict[str, Any]]], blockwise: Sequen
             id(group),
             MatrixOptions.from_group(group, blockwise=block),
             group["scale_mode"],
-            group["fused"],
-            group["flatten"],
-            [(id(param), param.dtype, param.device) for param in group["params"]],
+            # the text, since a mapping may be changed in place
+            repr(group["fused"]),
+            (group["flatten"], group["split_qkv"], group["qkv_split_shapes"]),
+            [(id(param), param.dtype, param.device, getattr(param, "fused_dim", None)) for param in group["params"]],
         )
         for (_, group), block in zip(groups, blockwise, strict=True)
     ]
@@ -118,7 +131,7 @@ def signature_of(groups: Sequence[tuple[int, dict[str, Any]]], blockwise: Sequen
 def make_plan(
     groups: Sequence[tuple[int, dict[str, Any]]],
     blockwise: Sequence[bool],
-    described: Mapping[Tensor, FusedDim],
+    qkv: Container[Tensor],
     settings: PlanSettings,
 ) -> Planned:
     """Plans the Muon groups.
@@ -126,7 +139,7 @@ def make_plan(
     Args:
         groups: With their places in the optimizer.
         blockwise: Per group, whether the step is one of blocks.
-        described: Parameters with a fused description of their own.
+        qkv: The fused QKV weights among the parameters.
         settings: For the planner.
 
     Raises:
@@ -139,19 +152,12 @@ def make_plan(
         options = MatrixOptions.from_group(group, blockwise=block)
         for name, param in zip(parameter_names(group, index), group["params"], strict=True):
             dtype = options.compute_dtype(momentum_dtype(group, param))
-            fused = described.get(param) or group_description(group)
+            fused = description_of(group, name, param, is_qkv=param in qkv)
             for part in parts_of(infer_layout(param, name), name, fused, group["flatten"]):
                 split = None if part.fused is None else AssembledSplit(part.fused, group["scale_mode"])
                 entries.append(MatrixEntry(name + part.suffix, part.layout, param.device.type, dtype, options, split))
                 owners.append((group, Member(param, part.view)))
     return Planned(signature_of(groups, blockwise), build(entries, settings), entries, owners)
-
-
-def group_description(group: Mapping[str, Any]) -> FusedDim | None:
-    """Returns the fused description that a Muon group has for all its parameters."""
-    if group["optimizer"] != MUON or group["fused"] is None:
-        return None
-    return FusedDim.from_option(group["fused"])
 
 
 def segments_of(members: Sequence[tuple[dict[str, Any], Member]]) -> tuple[Segment, ...]:

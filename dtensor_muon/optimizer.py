@@ -18,10 +18,10 @@ from dtensor_muon.members import (
     Planned,
     check_qkv_found,
     count_steps,
-    group_description,
+    description_of,
     is_block_step,
+    is_qkv_weight,
     make_plan,
-    own_description,
     segments_of,
     signature_of,
 )
@@ -45,7 +45,7 @@ from dtensor_muon.schedule import Bucket, run, waves_of
 from dtensor_muon.state import accept_state_dict, momentum_dtype, new_state
 
 # what a copy of an optimizer keeps beside its groups and state
-_KEPT = ("_settings", "_compile", "_nonfinite", "skipped_steps", "_steps", "_described")
+_KEPT = ("_settings", "_compile", "_nonfinite", "skipped_steps", "_steps", "_qkv")
 
 
 class Muon(torch.optim.Optimizer):
@@ -146,11 +146,12 @@ class Muon(torch.optim.Optimizer):
         self._nonfinite = nonfinite
         self.skipped_steps, self._steps = 0, 0
         self._plans: dict[tuple[bool, ...], Planned] = {}
-        self._described: dict[Tensor, FusedDim] = {}
+        self._qkv: set[Tensor] = set()
         self._lane: Lane | None = None
         self._presence = Presence()
         super().__init__(params, defaults)
-        check_qkv_found(self.param_groups, self._described)
+        check_qkv_found(self.param_groups, self._qkv)
+        self._planned(whole=True)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -173,11 +174,11 @@ class Muon(torch.optim.Optimizer):
             super().add_param_group(param_group)  # raises torch's own error
             return
         group = normalize_group(param_group, self.defaults, index)
-        described = self._check_params(group, index)
+        qkv = self._check_params(group, index)
         # a checkpoint holds the options of a group, and no function
         super().add_param_group({**group, "is_qkv_fn": None})
         group = self.param_groups[-1]
-        self._described |= described
+        self._qkv |= qkv
         self._plans = {}
         for param in group["params"]:
             self._init_state(group, param)
@@ -185,6 +186,9 @@ class Muon(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns state and options; see `torch.optim.Optimizer.state_dict`. Raises what `step` would of replicas."""
         self._presence.check_replicas()
+        for group in self.param_groups:
+            if isinstance(group["fused"], FusedDim):
+                group["fused"] = group["fused"].to_option()
         self._init_all()
         return super().state_dict()
 
@@ -283,9 +287,9 @@ class Muon(torch.optim.Optimizer):
     def _momentum(self, param: Tensor) -> Tensor:
         return local_tensor(self.state[param]["momentum_buffer"])
 
-    def _check_params(self, group: dict[str, Any], index: int) -> dict[Tensor, FusedDim]:
-        """Checks the parameters of a new group; returns those with a fused description of their own."""
-        described: dict[Tensor, FusedDim] = {}
+    def _check_params(self, group: dict[str, Any], index: int) -> set[Tensor]:
+        """Checks the parameters of a new group; returns the fused QKV weights among them."""
+        qkv: set[Tensor] = set()
         seen = {param: name for name, param in self._named_params()}
         for name, param in _split_names(group, index):
             if not isinstance(param, Tensor):
@@ -297,16 +301,15 @@ class Muon(torch.optim.Optimizer):
             seen[param] = name
             check_dtype(name, param)
             layout = infer_layout(param, name)
-            own = own_description(group, name, param)
-            fused = own or group_description(group)
+            qkv |= {param} if is_qkv_weight(group, param) else set()
+            fused = description_of(group, name, param, is_qkv=param in qkv)
             if fused is not None and param.ndim < 2:
                 fused.resolve(layout.shape, name)
             if group["optimizer"] == MUON:
                 check_matrix(name, param)
                 check_local_shape(name, param, layout)
                 parts_of(layout, name, fused, group["flatten"])
-                described |= {} if own is None else {param: own}
-        return described
+        return qkv
 
     def _init_state(self, group: dict[str, Any], param: Tensor, *, allow_meta: bool = False) -> None:
         state = self.state[param]
@@ -344,11 +347,11 @@ class Muon(torch.optim.Optimizer):
         blockwise = tuple(not whole and is_block_step(group, self.state) for _, group in groups)
         planned = self._plans.get(blockwise)
         if planned is None or planned.signature != signature_of(groups, blockwise):
-            planned = self._plans[blockwise] = make_plan(groups, blockwise, self._described, self._settings)
+            planned = self._plans[blockwise] = make_plan(groups, blockwise, self._qkv, self._settings)
             blocks = tuple(group["block_period"] > 1 for _, group in groups)
             if any(blocks) and not any(blockwise):
                 # a layout without blocks to work on raises at the first step, not at the first of blocks
-                make_plan(groups, blocks, self._described, self._settings)
+                make_plan(groups, blocks, self._qkv, self._settings)
         return planned
 
     def _planned_waves(self) -> tuple[tuple[Bucket, ...], ...]:

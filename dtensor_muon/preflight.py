@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from dtensor_muon.agreement import fingerprint, raise_first_difference
 from dtensor_muon.layout import (
@@ -64,13 +65,23 @@ def checked_gradient(name: str, param: Tensor, grad: Tensor) -> Tensor:
             problem = "lives on another mesh"
         elif all(placement.is_replicate() for placement in grad.placements):
             return local_part(local_tensor(grad), infer_layout(param, name))
-        elif tuple(grad.placements) != tuple(param.placements):
+        elif _on_real_axes(grad) != _on_real_axes(param):
             problem = "has other placements; reduce it or redistribute it to the parameter's placements before step()"
+    if problem is None and local_tensor(grad).shape != local_tensor(param).shape:
+        problem = (
+            f"has a shard of shape {tuple(local_tensor(grad).shape)} on this rank, the parameter's is "
+            f"{tuple(local_tensor(param).shape)}"
+        )
     if problem is not None:
         raise ValueError(
             f"the gradient {describe_tensor(name + '.grad', grad)} of {describe_tensor(name, param)} {problem}"
         )
     return local_tensor(grad)
+
+
+def _on_real_axes(tensor: DTensor) -> list[Placement]:
+    mesh = tensor.device_mesh
+    return [placement for axis, placement in enumerate(tensor.placements) if mesh.size(axis) > 1]
 
 
 def check_agreement(plans: Sequence[BucketPlan], entries: Sequence[MatrixEntry], params: Sequence[Tensor]) -> None:

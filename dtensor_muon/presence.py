@@ -153,7 +153,8 @@ class Presence:
 
         Raises:
             RuntimeError: A gradient was missing on a part of its replicas, or the ranks have made different numbers of
-                steps or have different options. Raised on all ranks of the mesh, once.
+                steps or have different options. Raised on all ranks of the mesh; the first until values are loaded, the
+                others once.
         """
         reports, self._reports = self._reports, []
         found = [(report, report.read()) for report in reports]
@@ -164,19 +165,19 @@ class Presence:
         for (report, numbers), others in zip(found, texts, strict=True):
             check_steps(report.steps, most=numbers[0], fewest=-numbers[1])
             raise_first_difference("have different parameter groups", report.options.split("\n"), others)
-            _check_parted(report.members, numbers[_EXTREMES:])
+            if any(numbers[_EXTREMES:]):
+                # replicas stay different until other values are loaded
+                self._reports = reports
+                _check_parted(report.members, numbers[_EXTREMES:])
 
     def check_replicas(self) -> None:
         """Raises when the step before made replicas part. Not collective.
 
         Raises:
-            RuntimeError: As `check`, once.
+            RuntimeError: As `check`.
         """
         for report in self._reports:
-            numbers = report.read()
-            if any(numbers[_EXTREMES:]):
-                self._reports = []
-                _check_parted(report.members, numbers[_EXTREMES:])
+            _check_parted(report.members, report.read()[_EXTREMES:])
 
     def _group(self, named: Sequence[tuple[str, Tensor]]) -> None:
         key = [(id(param), mesh_of(param)) for _, param in named]

@@ -198,8 +198,11 @@ def _orthogonalize_parts(bucket: Bucket, how: AssembledSplit, matrices: Tensor) 
 
 def _apply(bucket: Bucket, gradients: Mapping[Tensor, Tensor], shards: Sequence[Tensor], block: Sequence[int]) -> None:
     layout = bucket.plan.layout
+    split = bucket.plan.split
+    # a block of whole heads holds whole matrices
+    whole_dim = split.fused.dim if split is not None and split.fused.heads else None
     is_block = any(
-        target is Target.KEEP and layout.matrix_dim(axis) is not None
+        target is Target.KEEP and layout.matrix_dim(axis) not in (None, whole_dim)
         for axis, target in zip(layout.axes, bucket.plan.targets, strict=True)
     )
     rows, cols = block if is_block else layout.matrix_shape
@@ -212,7 +215,7 @@ def _apply(bucket: Bucket, gradients: Mapping[Tensor, Tensor], shards: Sequence[
             group = segment.group
             factor: float = group["extra_scale_factor"]
             factor *= group["block_lr_multiplier" if is_block else "full_lr_multiplier"]
-            if bucket.plan.split is None:
+            if split is None:
                 factor *= get_muon_scale_factor(rows, cols, group["scale_mode"])
             parts = [member.of(local_tensor(member.param)) for member in present]
             apply_updates(

@@ -25,6 +25,10 @@ STATE_KEYS: Mapping[str, frozenset[str]] = {
 }
 
 
+# what the parameters are, which the model says and no checkpoint
+_DESCRIPTIONS = ("split_qkv", "qkv_split_shapes", "fused", "flatten")
+
+
 def momentum_dtype(group: Mapping[str, Any], param: Tensor) -> torch.dtype:
     """Returns the dtype of a parameter's momentum buffer."""
     dtype: torch.dtype = group["momentum_dtype"] or param.dtype
@@ -46,8 +50,9 @@ def new_state(group: Mapping[str, Any], param: Tensor) -> dict[str, Tensor]:
 def accept_state_dict(param_groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Checks a state dict before it is loaded, and fills in what an older version did not save.
 
-    Warns once when options are missing (this optimizer's values stay) or unknown (they are dropped). A state dict
-    without any state is that of an optimizer without steps; a frozen parameter may be without state.
+    Warns once when options are missing (this optimizer's values stay) or unknown (they are dropped), and when fused
+    weights are described otherwise (this optimizer's description stays). A state dict without any state is that of an
+    optimizer without steps; a frozen parameter may be without state.
 
     Args:
         param_groups: Of the optimizer that loads; not modified.
@@ -67,13 +72,20 @@ def accept_state_dict(param_groups: Sequence[dict[str, Any]], state_dict: Mappin
         )
     missing: set[str] = set()
     unknown: set[str] = set()
+    other: set[str] = set()
     groups = []
     for index, (group, saved) in enumerate(zip(param_groups, saved_groups, strict=True)):
         _check_names(group, saved, index)
-        groups.append(_merge_options(group, saved, index, missing, unknown))
+        groups.append(_merge_options(group, saved, index, missing, unknown, other))
     state = _accept_state(param_groups, groups, state_dict["state"])
     if missing or unknown:
         warnings.warn(_option_warning(missing, unknown), stacklevel=5)
+    if other:
+        warnings.warn(
+            f"the checkpoint describes fused weights otherwise ({', '.join(sorted(other))}): this optimizer's "
+            "description stays",
+            stacklevel=5,
+        )
     return {**state_dict, "state": state, "param_groups": groups}
 
 
@@ -136,13 +148,20 @@ def _check_names(group: Mapping[str, Any], saved: Mapping[str, Any], index: int)
 
 
 def _merge_options(
-    group: Mapping[str, Any], saved: Mapping[str, Any], index: int, missing: set[str], unknown: set[str]
+    group: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    index: int,
+    missing: set[str],
+    unknown: set[str],
+    other: set[str],
 ) -> dict[str, Any]:
     own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     known = {key: value for key, value in saved.items() if key in own or key in OTHER_KEYS}
     unknown |= set(saved) - set(known)
     missing |= set(own) - set(saved) - OTHER_KEYS
-    merged = {**own, **known}
+    kept = {key: own[key] for key in _DESCRIPTIONS if key in own}
+    other |= {key for key, value in kept.items() if key in known and _plain(known[key]) != _plain(value)}
+    merged = {**own, **known, **kept}
     if is_by_name(saved) and "param_names" in group:
         merged["param_names"] = list(group["param_names"])
     if merged["optimizer"] != group["optimizer"]:
@@ -152,6 +171,13 @@ def _merge_options(
         )
     check_values(merged, f"the checkpoint's param_groups[{index}]")
     return merged
+
+
+def _plain(value: Any) -> Any:
+    """Makes values equal that differ in a tuple having become a list."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def _accept_state(

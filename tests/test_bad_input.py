@@ -353,3 +353,24 @@ def test_an_option_that_becomes_invalid_later_changes_nothing(key, value):
         optimizer.step()
     assert torch.equal(param, torch.ones(4, 4))
     assert not optimizer.state[param]["momentum_buffer"].any()
+
+
+def shard_of_a_wrong_size(rank, rows):
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("fsdp",))
+    sizes = (6, 6, 4)
+    local = torch.ones(sizes[rank], 6)
+    param = torch.nn.Parameter(
+        DTensor.from_local(local, mesh, [S(0)], run_check=False, shape=torch.Size((16, 6)), stride=(6, 1))
+    )
+    optimizer = Muon([("w", param)], weight_decay=0.5)
+    grad = torch.ones(rows, 6)
+    param.grad = DTensor.from_local(grad, mesh, [S(0)], run_check=False, shape=torch.Size((16, 6)), stride=(6, 1))
+    with pytest.raises(ValueError, match=rf"w.grad .*has a shard of shape \({rows}, 6\) on this rank, the parameter's"):
+        optimizer.step()
+    assert param.to_local().eq(1).all()
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_gradient_shard_of_a_wrong_size_changes_nothing(rows):
+    """One row would be broadcast."""
+    on_threads(3, shard_of_a_wrong_size, rows)

@@ -7,9 +7,10 @@ import pytest
 import torch
 from parity import EXACT, TOLERANCE, case, parity_error, set_grad, sharded_params
 from ranks import on_threads
-from simulated import LAYOUTS, SIMPLE, Layout, reference_orthogonalize, relative_error
+from simulated import LAYOUTS, SIMPLE, Layout, S, reference_orthogonalize, relative_error, strided
 
-from dtensor_muon import Muon
+from dtensor_muon import FusedDim, Muon
+from dtensor_muon.members import is_block_step
 
 SHAPES = [(12, 20), (20, 12), (12, 20)]
 
@@ -115,3 +116,53 @@ def test_a_counter_is_dropped_with_the_option():
 def test_bad_input(options, message):
     with pytest.raises(ValueError, match=message):
         Muon([torch.nn.Parameter(torch.ones(2, 2))], **options)
+
+
+def multiplied_heads(rank, layout):
+    """The norms of three updates of whole heads from the same gradient, without momentum."""
+    (param,) = sharded_params(rank, [(torch.zeros(16, 10), layout)])
+    options = {"block_period": 3, "block_lr_multiplier": 0.5, "momentum": 0.0, "nesterov": False}
+    optimizer = Muon([param], **EXACT | options, fused=FusedDim((8,), heads=True))
+    norms = []
+    for _ in range(3):
+        param.detach().to_local().zero_()
+        set_grad(rank, param, case(layout, [(16, 10)]).grads(0)[0], layout)
+        optimizer.step()
+        norms.append(float(param.detach().to_local().norm()))
+    return norms
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_blocks_of_whole_heads_are_whole_matrices(fsdp):
+    """FSDP cuts a head of 8 rows or does not; the update and its learning rate are the same."""
+    cuts = ((1, 0), (0, 0)) if fsdp > 1 else ((1, 0),)
+    layout = Layout((fsdp, 2), (strided(0, 2), S(0)), cuts, ("fsdp", "tp"))
+    for norms in on_threads(2 * fsdp, multiplied_heads, layout):
+        assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+        assert norms[0] > 0
+
+
+def test_groups_that_blocks_would_cut_raise_at_construction():
+    layout = Layout((2,), (S(0),), ((0, 0),), ("tp",))
+    messages = on_threads(2, refused, layout)
+    assert "the shards cut through groups" in messages[0]
+    assert "no block_period" in messages[0]
+    assert messages[1] == messages[0]
+
+
+def refused(rank, layout):
+    (param,) = sharded_params(rank, [(torch.zeros(16, 10), layout)])
+    with pytest.raises(NotImplementedError) as caught:
+        Muon([("wqkv", param)], block_period=2, fused=FusedDim((8, 4, 4)))
+    return str(caught.value)
+
+
+def test_the_position_is_that_of_trainable_parameters():
+    """`torch.distributed.checkpoint` leaves the state of frozen parameters out."""
+    frozen = torch.nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = Muon([frozen, weight], block_period=3)
+    saved = optimizer.state_dict()
+    saved["state"] = {1: {**saved["state"][1], "step": torch.tensor(2.0)}}
+    optimizer.load_state_dict(saved)
+    assert is_block_step(optimizer.param_groups[0], optimizer.state)

@@ -164,6 +164,24 @@ class TestCollectives(TestCase):
 4 shard_dim_alltoall""",
             )
 
+    def test_fused_dims_on_two_axes_and_in_experts(self):
+        self.assertExpectedInline(
+            collectives(LAYOUTS["fsdp_tp_col"], [(24, 20)] * 4, fused=FusedDim((4, 1, 1))),
+            """\
+2 all_reduce
+8 shard_dim_alltoall""",
+        )
+        self.assertExpectedInline(
+            collectives(LAYOUTS["hsdp"], [(24, 20)] * 4, fused=FusedDim((4, 1, 1))),
+            """\
+2 all_gather_into_tensor
+2 all_reduce
+4 shard_dim_alltoall""",
+        )
+        self.assertExpectedInline(
+            collectives(LARGE["ep"], [(8, 6, 10)] * 2, fused=FusedDim((1, 1))), """2 all_reduce"""
+        )
+
     def test_fused_dims_whose_groups_are_cut(self):
         """The weight travels as a whole, as often as one that is not fused."""
         self.assertExpectedInline(
@@ -189,6 +207,13 @@ class TestCollectives(TestCase):
         for step, expected in ((3, """1 all_reduce"""), (5, """1 all_reduce"""), (7, whole)):
             found = collectives(LAYOUTS["tp_row"], ONE, "auto", step=step, block_period=3)
             assert found == expected, step
+        # what is left is FSDP's
+        self.assertExpectedInline(
+            collectives(LAYOUTS["fsdp_tp_col"], ONE, "auto", step=3, block_period=3),
+            """\
+2 all_reduce
+2 shard_dim_alltoall""",
+        )
 
     def test_first_step_agrees_on_the_plan(self):
         self.assertExpectedInline(

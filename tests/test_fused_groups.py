@@ -140,8 +140,8 @@ BAD_INPUT = {
     ),
     "known rows that do not divide": (
         build(fused={"layers.0.wqkv.weight": FusedDim((4, 2, 2), num_groups=3)}),
-        "parameter 'layers.0.wqkv.weight' (global shape (16, 8), fused sizes (4, 2, 2)): the 16 rows are not a "
-        "multiple of the 8 of one group in 3 groups; correct the sizes",
+        "parameter 'layers.0.wqkv.weight' (global shape (16, 8), fused sizes (4, 2, 2)): the 16 rows are not 3 "
+        "groups of 8; correct the sizes",
     ),
     "known rows of a parameter of AdamW": (
         build(fused={"output.weight": FusedDim((5,))}),

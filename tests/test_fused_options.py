@@ -88,7 +88,7 @@ BAD = {
     "heads that do not divide": ({"fused": FusedDim((5,), heads=True)}, "the 12 rows are not a multiple of the 5"),
     "another number of groups": (
         {"fused": FusedDim(SIZES, num_groups=3)},
-        "the 12 rows are not a multiple of the 6 of one group in 3 groups; correct the sizes",
+        "the 12 rows are not 3 groups of 6; correct the sizes",
     ),
     "a group larger than the weight": ({"fused": FusedDim((16,))}, "the 12 rows are not a multiple of the 16"),
     "qkv rows that do not divide": (
@@ -210,3 +210,51 @@ def test_a_copy_keeps_the_descriptions(separate):
     model.grad = GRAD.clone()
     copied.step()
     torch.testing.assert_close(model.detach(), separate, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", ["fused_dim", "split_qkv", "fused", "fused in place"])
+def test_a_description_given_later_counts(change, separate):
+    weight = torch.nn.Parameter(FULL.clone())
+    optimizer = Muon(
+        [weight], **EXACT, is_qkv_fn=lambda _: True, qkv_split_shapes=SIZES, fused=FusedDim((1, 5)), split_qkv=True
+    )
+    (group,) = optimizer.param_groups
+    group["split_qkv"] = False
+    weight.grad = torch.zeros(12, 8)
+    optimizer.step()  # with a plan of its own
+    if change == "fused_dim":
+        weight.fused_dim = FusedDim(SIZES)
+    elif change == "split_qkv":
+        group["split_qkv"] = True
+    elif change == "fused":
+        group["fused"] = FusedDim(SIZES)
+    else:
+        group["fused"]["sizes"] = SIZES
+    weight.grad = GRAD.clone()
+    optimizer.state[weight]["momentum_buffer"].zero_()
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), separate, rtol=0, atol=1e-6)
+    assert not isinstance(optimizer.state_dict()["param_groups"][0]["fused"], FusedDim)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("fused", None),
+        ("fused", {"sizes": (5, 2), "num_groups": None, "dim": 0, "heads": False}),
+        ("qkv_split_shapes", (2, 2, 2)),
+        ("split_qkv", False),
+        ("flatten", True),
+    ],
+)
+def test_a_checkpoint_that_describes_the_weights_otherwise(key, value, separate):
+    """Descriptions are the model's: what is in the checkpoint is named and left there."""
+    _, optimizer = make_fused()
+    saved = optimizer.state_dict()
+    saved["param_groups"][0][key] = value
+    weight, resumed = make_fused()
+    with pytest.warns(UserWarning, match=rf"describes fused weights otherwise \({key}\): this optimizer's descr"):
+        resumed.load_state_dict(saved)
+    weight.grad = GRAD.clone()
+    resumed.step()
+    torch.testing.assert_close(weight.detach(), separate, rtol=0, atol=1e-6)
