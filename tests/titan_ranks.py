@@ -24,7 +24,9 @@ def digest(trainer):
         for name, param in part.named_parameters():
             for key, value in {"param": param, **muon.state[param]}.items():
                 value = value.full_tensor() if hasattr(value, "full_tensor") else value
-                whole[f"{name}.{key}"] = hashlib.sha256(value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+                whole[f"{name}.{key}"] = hashlib.sha256(
+                    value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                ).hexdigest()
     return whole
 
 
