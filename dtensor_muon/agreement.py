@@ -1,9 +1,10 @@
 """Whether the ranks of a mesh have the same groups and options; when a plan is made, and at every step after it.
 
 [Note: agreement]
-When a plan is made, texts are compared: names, shapes, order and options, so a difference is named at build. Options
-and the number of steps may drift apart later. Every step sends flags for missing gradients anyway; the step count and a
-fingerprint of the options ride along in that reduction (see `presence`), so that no collective is added.
+When a plan is made, texts are compared: names, shapes, order and options, so a difference is named at the first step
+(the constructor makes no collective). Options and the number of steps may drift apart later. Every step sends flags for
+missing gradients anyway; the step count and a fingerprint of the options ride along in that reduction (see `presence`),
+so that no collective is added.
 """
 
 import hashlib

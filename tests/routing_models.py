@@ -99,6 +99,7 @@ _HF_CONFIGS = {
     "Qwen3Moe": {**_HF_COMMON, **_HF_EXPERTS, "head_dim": 4},
     "Qwen3": {**_HF_COMMON, "head_dim": 4},
     "Mixtral": {**_HF_COMMON, "num_local_experts": 4},
+    "GptOss": {**_HF_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4},
     "GPT2": {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 32, "n_positions": 16},
     "ViT": {
         "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -1,12 +1,14 @@
-"""Ranks that differ are told apart by name, at build or at the next step."""
+"""Ranks that differ are told apart by name, at the first step or at the next one."""
 
 import pytest
 import torch
 from parity import EXACT, full_tensors, set_grad, sharded_params
 from ranks import on_threads
 from simulated import LAYOUTS
+from torch import nn
 
-from dtensor_muon import Muon
+from dtensor_muon import Muon, build_param_groups
+from dtensor_muon.param_groups import ParamOverride
 
 LAYOUT = LAYOUTS["fsdp0"]
 
@@ -21,7 +23,7 @@ def build(rank, group_options, names=("a", "b", "v")):
     return params, Muon(groups, **EXACT)
 
 
-def differs_at_build(rank, what):
+def differs_at_the_first_step(rank, what):
     odd = rank == 2
     params, optimizer = build(
         rank,
@@ -40,8 +42,36 @@ def differs_at_build(rank, what):
 
 
 @pytest.mark.parametrize(("what", "named"), [("lr", "lr=0.5"), ("order", "parameter b"), ("eps", "eps=0.001")])
-def test_difference_at_build_is_named(what, named):
-    assert all(named in message for message in on_threads(4, differs_at_build, what))
+def test_difference_at_the_first_step_is_named(what, named):
+    assert all(named in message for message in on_threads(4, differs_at_the_first_step, what))
+
+
+def routes_differently(rank, moved):
+    params = sharded_params(rank, [(full, LAYOUT) for full in full_tensors([(8, 4), (8, 4), (8,)], 0)])
+    model = nn.ParameterDict(zip(("up", "down", "gain"), params, strict=True))
+    overrides = [ParamOverride(f"^{moved}$", {"optimizer": "adamw"})] if rank == 2 else []
+    optimizer = Muon(build_param_groups(model, overrides=overrides, **EXACT))
+    before = [param.detach().to_local().clone() for param in params]
+    for param, grad in zip(params, full_tensors([(8, 4), (8, 4), (8,)], 1), strict=True):
+        set_grad(rank, param, grad, LAYOUT)
+    with pytest.raises(RuntimeError, match="different parameter groups") as error:
+        optimizer.step()
+    assert all(torch.equal(old, param.to_local()) for old, param in zip(before, params, strict=True))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("moved", "odd", "others"),
+    [
+        ("up", "parameter down (8, 4)", "parameter up (8, 4)"),
+        ("down", "group of optimizer='adamw'", "parameter down (8, 4)"),
+    ],
+)
+def test_parameter_routed_differently_is_named_in_both_versions(moved, odd, others):
+    for rank, message in enumerate(on_threads(4, routes_differently, moved)):
+        mine, another = (odd, others) if rank == 2 else (others, odd)
+        assert f"this rank:    {mine}" in message
+        assert f"another rank: {another}" in message
 
 
 def drifts(rank, drift):

@@ -170,6 +170,7 @@ def test_tied_embedding_of_llama():
     [
         ("GPT2LMHeadModel", r"c_attn\.weight", FusedDim((8, 8, 8), dim=1), "[8, 24] x2 fused 1 x (8, 8, 8) columns"),
         ("MixtralForCausalLM", "gate_up_proj", FusedDim((12, 12)), "[4, 24, 8] x2 fused 1 x (12, 12)"),
+        ("GptOssForCausalLM", "gate_up_proj$", FusedDim((1, 1), dim=1), "[4, 8, 24] x2 fused 12 x (1, 1) columns"),
     ],
 )
 def test_fused_weights_of_hugging_face_models(name, match, fused, shown):
@@ -189,11 +190,15 @@ LOOK_ALIKES = {
         ),
         ("model.layers.0.block_sparse_moe.gate.weight 4,8 Linear",),
     ),
-    # peft: factors of a hidden projection are matrices, those of an embedding or a head follow what they adapt
+    # peft 0.21: factors of a hidden projection are matrices, those of an embedding or a head follow what they adapt.
+    # Names and classes as it makes them on a Llama (the router apart); it is not installed for the tests because it
+    # brings accelerate and psutil along.
     "lora": (
         (
             "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight 2,8 Linear",
             "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight 8,2 Linear",
+            "base_model.model.model.layers.0.mlp.down_proj.lora_A.default.weight 2,12 Linear",
+            "base_model.model.model.layers.0.mlp.down_proj.lora_B.default.weight 8,2 Linear",
         ),
         (
             "base_model.model.model.embed_tokens.lora_embedding_A.default 2,32 ParameterDict",

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 titan = pytest.importorskip("dtensor_muon.titan", reason="torchtitan is not installed")
 
 from torchtitan.components import lr_scheduler, optimizer  # noqa: E402
+from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec  # noqa: E402
@@ -225,3 +226,70 @@ def test_base_rate_of_a_loaded_optimizer_wins_over_the_config():
             group["initial_lr"] = 1.0  # as loading the optimizer's state leaves it
     schedulers.step()
     assert rates(optimizers) == [[("muon", 0.5), ("adamw", 0.5)], [("adamw", 0.5)]]
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def partly_trained_job(folder):
+    """A model with a frozen matrix, and a matrix and a bias that never get a gradient; torchtitan's checkpointer."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4), "spare": nn.Linear(4, 4)})
+    model["down"].weight.requires_grad_(False)
+    config = job("llama3", "--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.keep-latest-k=0")
+    spec = get_train_spec("llama3")
+    optimizers = spec.build_optimizers_fn([model], config.optimizer, None)
+    checkpointer = CheckpointManager(
+        dataloader=None,
+        model_parts=[model],
+        optimizers=optimizers,
+        lr_schedulers=spec.build_lr_schedulers_fn(optimizers, config.lr_scheduler, 8),
+        states={},
+        checkpoint_config=config.checkpoint,
+        sd_adapter=None,
+        base_folder=str(folder),
+    )
+    return model, optimizers, checkpointer
+
+
+def train(model, optimizers, steps):
+    for seed in range(steps):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+        model["down"](model["up"](x)).square().sum().backward()
+        optimizers.step()
+        optimizers.zero_grad()
+
+
+def bits_of(model, optimizers):
+    """Copies of all parameters and of the whole state, by parameter name."""
+    muon = optimizers.optimizers[0]
+    found = {name: {"param": param, **muon.state.get(param, {})} for name, param in model.named_parameters()}
+    return {
+        name: {key: torch.as_tensor(value).tolist() for key, value in values.items()} for name, values in found.items()
+    }
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("steps", [0, 2])
+def test_checkpoint_with_frozen_and_never_trained_parameters(tmp_path, steps):
+    model, optimizers, checkpointer = partly_trained_job(tmp_path)
+    train(model, optimizers, steps)
+    saved = bits_of(model, optimizers)
+    checkpointer.save(steps + 1)
+    assert bits_of(model, optimizers) == saved  # saving counts no step
+
+    other_model, other_optimizers, other_checkpointer = partly_trained_job(tmp_path)
+    with torch.no_grad():
+        for param in other_model.parameters():
+            param.zero_()
+    assert bits_of(other_model, other_optimizers) != saved
+    assert other_checkpointer.load()
+    assert bits_of(other_model, other_optimizers) == saved
+    assert set(saved["down.weight"]) == {"param"}
+    assert set(saved["spare.weight"]) == {"param", "momentum_buffer"}
+    assert saved["spare.bias"]["step"] == 0
+    assert saved["up.bias"]["step"] == steps
+
+    train(model, optimizers, 2)
+    train(other_model, other_optimizers, 2)
+    assert bits_of(other_model, other_optimizers) == bits_of(model, optimizers) != saved
