@@ -1,7 +1,6 @@
 """Missing and non-finite gradients, and clipping: all ranks do the same, and nothing waits for nothing."""
 
 import copy
-import sys
 import threading
 import warnings
 from contextlib import ExitStack, contextmanager
@@ -137,10 +136,10 @@ class HostReads(TorchDispatchMode):
 
         def noted(method):
             def call(tensor, *args, **kwargs):
-                to_host = method is not torch_to or "cpu" in map(str, (*args, *kwargs.values()))
-                # the threads' process group moves tensors between ranks
-                package = "multi_threaded_pg" not in sys._getframe(1).f_code.co_filename
-                if package and to_host and (reads := getattr(HostReads.active, "reads", None)) is not None:
+                # `to(other.device)` is no read; here every device is the CPU
+                names = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+                to_host = method is not torch_to or "cpu" in names
+                if to_host and (reads := getattr(HostReads.active, "reads", None)) is not None:
                     reads.note(tensor)
                 return method(tensor, *args, **kwargs)
 
