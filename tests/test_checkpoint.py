@@ -1,12 +1,27 @@
 """Checkpoints: every form that torch has, other layouts, and resumption bit for bit."""
 
+import copy
+
 import pytest
 import torch
-from jobs import Net, Plan, load_checkpoint, make_optimizer, run_job, snapshot, train_step, whole, world_of
+import torch.distributed.checkpoint as dcp
+from jobs import (
+    Net,
+    Plan,
+    load_checkpoint,
+    make_optimizer,
+    optimizer_content,
+    run_job,
+    snapshot,
+    train_step,
+    whole,
+    world_of,
+)
 from ranks import GlooRanks
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
-from dtensor_muon import Muon
+from dtensor_muon import Muon, saved_part
 
 FORMS = ("flat", "nested", "raw", "async")
 
@@ -162,6 +177,51 @@ def test_checkpoint_of_another_model_names_the_parameter(tmp_path, change):
     with pytest.raises(CheckpointException, match=message):
         load_checkpoint(net, optimizer, str(tmp_path), "flat")
     assert_equal(snapshot(net, optimizer), before)
+
+
+def save_older(path, lost):
+    """Writes a flat checkpoint without the keys that end so; returns the optimizer's part of it."""
+    net = Net(0, "plain")
+    optimizer = make_optimizer(net)
+    train_step(0, "plain", net, optimizer, 0)
+    flat = {key: value for key, value in optimizer_content(net, optimizer, "flat").items() if not key.endswith(lost)}
+    dcp.save({"model": net.state_dict(), "optimizer": flat}, checkpoint_id=path)
+    return flat
+
+
+def load_older(path):
+    net = Net(0, "plain")
+    optimizer = make_optimizer(net, lr=0.5, block_lr_multiplier=0.5)
+    flat = optimizer_content(net, optimizer, "flat")
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    content = copy.deepcopy({"model": net.state_dict(), "optimizer": saved_part(flat, saved)})
+    dcp.load(content, checkpoint_id=path)
+    set_optimizer_state_dict(
+        net, optimizer, flat | content["optimizer"], options=StateDictOptions(flatten_optimizer_state_dict=True)
+    )
+    return optimizer, optimizer_content(net, optimizer, "flat")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_flat_checkpoint_of_an_older_version(tmp_path):
+    older = save_older(tmp_path, (".fused", ".flatten", ".block_lr_multiplier"))
+    optimizer, loaded = load_older(tmp_path)
+    assert [(group["lr"], group["block_lr_multiplier"]) for group in optimizer.param_groups[:2]] == [
+        (0.02, 0.5),
+        (0.01, 0.5),
+    ]
+    assert older.keys() < loaded.keys()
+    state = {key: value for key, value in older.items() if key.startswith("state.")}
+    assert state["state.wide.momentum_buffer"].any()
+    assert_equal({key: loaded[key] for key in state}, state)
+
+
+@pytest.mark.parametrize("lost", ["state.wide.momentum_buffer", "state.norm.exp_avg_sq", "state.head.step"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_flat_checkpoint_without_state_is_refused(tmp_path, lost):
+    save_older(tmp_path, lost)
+    with pytest.raises(CheckpointException, match=f"Missing key in checkpoint state_dict: optimizer.{lost}"):
+        load_older(tmp_path)
 
 
 def test_resumption_without_state_differs(ranks, tmp_path):
