@@ -112,9 +112,7 @@ def convert_heavy_ball(
     return {**state_dict, "state": state}
 
 
-def saved_part(
-    flat: Mapping[str, Any], saved_keys: Collection[str], *, prefix: str = "optimizer."
-) -> dict[str, Any]:
+def saved_part(flat: Mapping[str, Any], saved_keys: Collection[str], *, prefix: str = "optimizer.") -> dict[str, Any]:
     """Returns a flat optimizer state dict without the options that a checkpoint of an older version lacks.
 
     Options only: torch still misses a parameter's state, its weight and its other options, and names the key.
@@ -129,9 +127,7 @@ def saved_part(
     return {
         key: value
         for key, value in flat.items()
-        if not key.startswith("param_groups.")
-        or key.rpartition(".")[2] not in GROUP_OPTIONS
-        or prefix + key in known
+        if not key.startswith("param_groups.") or key.rpartition(".")[2] not in GROUP_OPTIONS or prefix + key in known
     }
 
 

@@ -113,7 +113,9 @@ def test_older_state_of_a_group_with_a_block_period_raises():
         assert step == 4
         assert "step counter 2 of a to v" in error
         assert "step counter 3 of a to v" in error
-    assert all(step == 3 and "planned different steps" in error for step, error in on_threads(4, drifts, "older state", 3))
+    assert all(
+        step == 3 and "planned different steps" in error for step, error in on_threads(4, drifts, "older state", 3)
+    )
 
 
 @pytest.mark.parametrize("drift", ["none", "same state"])
