@@ -251,7 +251,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: A gradient does not fit its parameter, or an option of a group has become invalid. No parameter
                 has changed and no collective run then.
-            RuntimeError: The ranks differ in groups, options, counters or number of steps, or some replicas of a parameter
+            RuntimeError: The ranks differ in groups, options, counters or number of steps, or replicas of a parameter
                 had no gradient in the step before. Raised on all ranks; no parameter has changed then.
         """
         loss = None
