@@ -10,7 +10,7 @@ from dtensor_muon.newton_schulz import newton_schulz
 from dtensor_muon.optimizer import Muon
 from dtensor_muon.param_groups import ParamOverride, build_param_groups, describe_param_groups
 from dtensor_muon.registry import OptimizerSpec, get_optimizer, register_optimizer
-from dtensor_muon.state import convert_heavy_ball
+from dtensor_muon.state import convert_heavy_ball, saved_part
 
 __all__ = [
     "DeviceProfile",
@@ -29,5 +29,6 @@ __all__ = [
     "infer_layout",
     "newton_schulz",
     "register_optimizer",
+    "saved_part",
     "validate_coefficient_type",
 ]

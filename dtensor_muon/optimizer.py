@@ -45,7 +45,7 @@ from dtensor_muon.schedule import Bucket, run, waves_of
 from dtensor_muon.state import accept_state_dict, momentum_dtype, new_state
 
 # what a copy of an optimizer keeps beside its groups and state
-_KEPT = ("_settings", "_compile", "_nonfinite", "skipped_steps", "_steps", "_qkv")
+_KEPT = ("_settings", "_compile", "_nonfinite", "skipped_steps", "_steps", "_loads", "_qkv")
 
 
 class Muon(torch.optim.Optimizer):
@@ -144,7 +144,7 @@ class Muon(torch.optim.Optimizer):
         self._compile = compile
         check_nonfinite(nonfinite)
         self._nonfinite = nonfinite
-        self.skipped_steps, self._steps = 0, 0
+        self.skipped_steps, self._steps, self._loads = 0, 0, 0
         self._plans: dict[tuple[bool, ...], Planned] = {}
         self._qkv: set[Tensor] = set()
         self._lane: Lane | None = None
@@ -218,6 +218,7 @@ class Muon(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
+        self._loads += 1
 
     def _complete_state(self, loaded: dict[str, Any], before: dict[Tensor, dict[str, Any]]) -> None:
         """Takes back torch's cast of all state to the parameter's dtype, and creates the state that was not saved."""
@@ -254,8 +255,8 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: A gradient does not fit its parameter, or an option of a group has become invalid. No parameter
                 has changed and no collective run then.
-            RuntimeError: The ranks differ in groups, options or number of steps, or some replicas of a parameter had no
-                gradient in the step before. Raised on all ranks; no parameter has changed then.
+            RuntimeError: The ranks differ in groups, options, counters or number of steps, or replicas of a parameter
+                had no gradient in the step before. Raised on all ranks; no parameter has changed then.
         """
         loss = None
         if closure is not None:
@@ -330,7 +331,8 @@ class Muon(torch.optim.Optimizer):
     def _with_absent(self, present: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Adds zeros for parameters that have a gradient on another rank only. Collective."""
         named = [(name, param) for name, param in self._named_params() if mesh_of(param) is not None]
-        absent = self._presence.absent_here_only(named, present, self._steps, options_text(self.param_groups))
+        options = options_text(self.param_groups, self._loads)
+        absent = self._presence.absent_here_only(named, present, self._steps, options, self.state)
         return present | {param: torch.zeros_like(local_tensor(param)) for param in absent}
 
     def explain(self) -> str:

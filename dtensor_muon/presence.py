@@ -1,4 +1,4 @@
-"""What the ranks tell each other at every step: which gradients they miss, how many steps they made, their options.
+"""What the ranks tell each other at every step: which gradients they miss, their steps, options and step counters.
 
 [Note: missing gradients]
 Every rank sends one flag per parameter and step, and only a rank that misses a gradient reads the answer at once: the
@@ -7,19 +7,20 @@ others know already, and need not wait for their device.
 [Note: replicas]
 The ranks of an axis that replicates a parameter must all have its gradient or all miss it: the zero of one that misses
 it alone makes replicas part. Those that have it could see that only by waiting for their device. So what concerns every
-rank (parted replicas, the number of steps, the options) is copied to the host beside the step, and read when the next
-one starts, by when it has long arrived. All ranks read the same numbers at the same step and raise together.
+rank (parted replicas, the number of steps, options, step counters) is copied to the host beside the step, and read when
+the next one starts, by when it has long arrived. All ranks read the same numbers at the same step and raise together.
 """
 
 import warnings
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_muon.agreement import check_steps, fingerprint, raise_first_difference
+from dtensor_muon.agreement import check_steps, counters_text, fingerprint, raise_first_difference
 from dtensor_muon.layout import describe_tensor, infer_layout, local_tensor, mesh_of
 from dtensor_muon.redistribute import gather_texts, reduce_over_axes
 
@@ -94,7 +95,7 @@ class _Report:
 
     members: _Members
     steps: int
-    options: str
+    text: str
     found: Tensor
     arrived: torch.Event | None
 
@@ -114,7 +115,12 @@ class Presence:
         self._reports: list[_Report] = []
 
     def absent_here_only(
-        self, named: Sequence[tuple[str, Tensor]], present: Container[Tensor], steps: int, options: str
+        self,
+        named: Sequence[tuple[str, Tensor]],
+        present: Container[Tensor],
+        steps: int,
+        options: str,
+        state: Mapping[Tensor, Mapping[str, Any]],
     ) -> list[Tensor]:
         """Returns the parameters without a gradient on this rank that have one on another rank of their mesh.
 
@@ -125,12 +131,14 @@ class Presence:
             present: Those that have a gradient on this rank.
             steps: Made by this rank.
             options: `agreement.options_text` of this rank.
+            state: Of the optimizer, by parameter.
         """
         self._group(named)
         self._reports = []
-        number = fingerprint(options)
         absent: list[Tensor] = []
         for members in self._members:
+            text = f"{options}\n{counters_text(members.named, state)}"
+            number = fingerprint(text)
             count = len(members.named)
             flags = local_tensor(members.named[0][1]).new_ones(count + _EXTREMES, dtype=torch.int64)
             # one fill each: a copy from a host tensor would wait for the device
@@ -141,7 +149,7 @@ class Presence:
                 flags[place] = 0
             anywhere, parted = members.reduce(flags)
             found, arrived = _to_host(torch.cat([anywhere[count:], parted]))
-            self._reports.append(_Report(members, steps, options, found, arrived))
+            self._reports.append(_Report(members, steps, text, found, arrived))
             here = [place for place in missing if anywhere[place]]
             absent += [members.named[place][1] for place in here]
             if here and members.shared.numel():
@@ -149,22 +157,22 @@ class Presence:
         return absent
 
     def check(self) -> None:
-        """Raises for what the ranks found in the step before. Collective only when options differ.
+        """Raises for what the ranks found in the step before. Collective only when texts differ.
 
         Raises:
             RuntimeError: A gradient was missing on a part of its replicas, or the ranks have made different numbers of
-                steps or have different options. Raised on all ranks of the mesh; the first until values are loaded, the
-                others once.
+                steps or have different options or step counters. Raised on all ranks of the mesh; the first until values
+                are loaded, the others once.
         """
         reports, self._reports = self._reports, []
         found = [(report, report.read()) for report in reports]
         texts = [
-            gather_texts(report.members.mesh, report.options) if numbers[2] != -numbers[3] else []
+            gather_texts(report.members.mesh, report.text) if numbers[2] != -numbers[3] else {}
             for report, numbers in found
         ]
         for (report, numbers), others in zip(found, texts, strict=True):
             check_steps(report.steps, most=numbers[0], fewest=-numbers[1])
-            raise_first_difference("have different parameter groups", report.options.split("\n"), others)
+            raise_first_difference("have different parameter groups or state", report.text.split("\n"), others)
             if any(numbers[_EXTREMES:]):
                 # replicas stay different until other values are loaded
                 self._reports = reports

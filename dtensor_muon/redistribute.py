@@ -193,13 +193,13 @@ def reduce_over_axes(mesh: DeviceMesh, axes: Sequence[int], value: Tensor, opera
     return value
 
 
-def gather_texts(mesh: DeviceMesh, text: str) -> list[str]:
-    """Returns the texts of all ranks of a mesh. Collective over the mesh."""
-    found = [text]
+def gather_texts(mesh: DeviceMesh, text: str) -> dict[int, str]:
+    """Returns the texts of all ranks of a mesh by their global rank. Collective over the mesh."""
+    found = {dist.get_rank(): text}
     for axis in range(mesh.ndim):
-        parts: list[list[str]] = [[] for _ in range(mesh.size(axis))]
+        parts: list[dict[int, str]] = [{} for _ in range(mesh.size(axis))]
         dist.all_gather_object(parts, found, group=mesh.get_group(axis))
-        found = [part for texts in parts for part in texts]
+        found = {rank: text for texts in parts for rank, text in texts.items()}
     return found
 
 

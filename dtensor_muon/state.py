@@ -9,7 +9,7 @@ may then be those of one pipeline stage.
 
 import math
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtensor_muon.layout import describe_tensor
-from dtensor_muon.options import ADAMW, MUON, OTHER_KEYS, check_values, parameter_names
+from dtensor_muon.options import ADAMW, GROUP_OPTIONS, MUON, OTHER_KEYS, check_values, parameter_names
 
 STATE_KEYS: Mapping[str, frozenset[str]] = {
     MUON: frozenset({"momentum_buffer"}),
@@ -124,6 +124,25 @@ def convert_heavy_ball(
     return {**state_dict, "state": state}
 
 
+def saved_part(flat: Mapping[str, Any], saved_keys: Collection[str], *, prefix: str = "optimizer.") -> dict[str, Any]:
+    """Returns a flat optimizer state dict without the options that a checkpoint of an older version lacks.
+
+    Options only: torch still misses a parameter's state, its weight and its other options, and names the key.
+
+    Args:
+        flat: `get_optimizer_state_dict` with `flatten_optimizer_state_dict=True`; not modified.
+        saved_keys: `FileSystemReader(path).read_metadata().state_dict_metadata`.
+        prefix: Of the optimizer's keys in the checkpoint.
+    """
+    # torch takes a dict or a list apart: what is saved may be below the key
+    known = {key[:end] for key in map("{}.".format, saved_keys) for end, mark in enumerate(key) if mark == "."}
+    return {
+        key: value
+        for key, value in flat.items()
+        if not key.startswith("param_groups.") or key.rpartition(".")[2] not in GROUP_OPTIONS or prefix + key in known
+    }
+
+
 def is_by_name(saved: Mapping[str, Any]) -> bool:
     """Whether a saved group knows its parameters by name; see [Note: names and places]."""
     return bool(saved["params"]) and all(isinstance(key, str) for key in saved["params"])
@@ -190,6 +209,11 @@ def _accept_state(
     for name, param, key, group in _members(param_groups, saved_groups):
         known.add(key)
         entry = state.get(key)
+        if entry and param.device.type == "meta":
+            raise ValueError(
+                f"{describe_tensor(name, param)} is on the meta device, where loaded state would be lost; materialize "
+                "the parameters, then load"
+            )
         if entry:
             accepted[key] = _accept_entry(name, param, entry, group)
         elif any(state.values()) and param.requires_grad:

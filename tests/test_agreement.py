@@ -1,5 +1,7 @@
 """Ranks that differ are told apart by name, at the first step or at the next one."""
 
+import copy
+
 import pytest
 import torch
 from parity import EXACT, full_tensors, set_grad, sharded_params
@@ -74,14 +76,31 @@ def test_parameter_routed_differently_is_named_in_both_versions(moved, odd, othe
         assert f"another rank: {another}" in message
 
 
-def drifts(rank, drift):
+# which of the saved states a rank loads, one after another
+LOADED = {
+    "older state": lambda rank: [2 if rank == 1 else 3],
+    "loaded twice": lambda rank: [2, 3] if rank == 1 else [3],
+    "same state": lambda rank: [2],
+}
+
+
+def drifts(rank, drift, block_period=1):
     """Returns the step at which this rank raised, and what."""
-    params, optimizer = build(rank, {})
+    params, optimizer = build(rank, {"block_period": block_period})
+    saved, pickled = [], []
     for step in range(6):
-        if drift == "lr" and rank == 1 and step == 3:
-            optimizer.param_groups[1]["lr"] = 0.25
-        if drift == "steps" and rank == 1 and step == 3:
-            optimizer._steps += 1
+        saved.append(copy.deepcopy(optimizer.state_dict()))
+        pickled.append(optimizer.__getstate__())
+        if step == 3 and drift in LOADED:
+            for place in LOADED[drift](rank):
+                optimizer.load_state_dict(saved[place])
+        if step == 3 and drift == "older pickle":
+            optimizer.__setstate__(pickled[2 if rank == 1 else 3])
+        if step == 3 and rank == 1:
+            if drift == "lr":
+                optimizer.param_groups[1]["lr"] = 0.25
+            if drift == "counter":
+                optimizer.state[params[2]]["step"] += 5
         for param, grad in zip(params, full_tensors([(8, 4), (8, 4), (8,)], step), strict=True):
             set_grad(rank, param, grad, LAYOUT)
         try:
@@ -91,12 +110,45 @@ def drifts(rank, drift):
     return None
 
 
-@pytest.mark.parametrize(("drift", "message"), [("lr", "lr=0.25"), ("steps", "different numbers of steps")])
-def test_drift_raises_on_all_ranks_at_the_next_step(drift, message):
-    for step, error in on_threads(4, drifts, drift):
+DRIFTS = {
+    "lr": ("lr=0.25", "lr=0.02"),
+    "counter": ("step counter 8 of v", "step counter 3 of v"),
+    "older state": ("step counter 2 of v", "step counter 3 of v"),
+    "loaded twice": ("state dicts loaded: 2", "state dicts loaded: 1"),
+}
+
+
+@pytest.mark.parametrize("drift", DRIFTS)
+def test_drift_raises_on_all_ranks_at_the_next_step(drift):
+    odd, others = DRIFTS[drift]
+    for rank, (step, error) in enumerate(on_threads(4, drifts, drift)):
         assert step == 4
-        assert message in error
+        here, there = error.split("\n")[1:3]
+        assert here.startswith("this rank: ")
+        assert here.endswith(odd if rank == 1 else others) or drift == "lr"
+        assert (odd if rank == 1 else others) in here
+        assert there.startswith("rank 0: " if rank == 1 else "rank 1: ")
+        assert (others if rank == 1 else odd) in there
 
 
-def test_without_drift_nothing_raises():
-    assert on_threads(4, drifts, "none") == [None] * 4
+def test_number_of_steps_raises_on_all_ranks_at_the_next_step():
+    results = on_threads(4, drifts, "older pickle")
+    assert [step for step, _ in results] == [4] * 4
+    assert all(f"this rank {3 if rank == 1 else 4}, others 3 to 4" in error for rank, (_, error) in enumerate(results))
+
+
+def test_older_state_of_a_group_with_a_block_period_raises():
+    """Its step counters are in the fingerprint; where they decide the plan, its own check comes first."""
+    for step, error in on_threads(4, drifts, "older state", 4):
+        assert step == 4
+        assert "step counter 2 of a to v" in error
+        assert "step counter 3 of a to v" in error
+    assert all(
+        step == 3 and "planned different steps" in error for step, error in on_threads(4, drifts, "older state", 3)
+    )
+
+
+@pytest.mark.parametrize("drift", ["none", "same state"])
+@pytest.mark.parametrize("block_period", [1, 3])
+def test_without_drift_nothing_raises(drift, block_period):
+    assert on_threads(4, drifts, drift, block_period) == [None] * 4

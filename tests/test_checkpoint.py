@@ -1,12 +1,27 @@
 """Checkpoints: every form that torch has, other layouts, and resumption bit for bit."""
 
+import copy
+
 import pytest
 import torch
-from jobs import Net, Plan, load_checkpoint, make_optimizer, run_job, snapshot, train_step, whole, world_of
+import torch.distributed.checkpoint as dcp
+from jobs import (
+    Net,
+    Plan,
+    load_checkpoint,
+    make_optimizer,
+    optimizer_content,
+    run_job,
+    snapshot,
+    train_step,
+    whole,
+    world_of,
+)
 from ranks import GlooRanks
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
-from dtensor_muon import Muon
+from dtensor_muon import Muon, saved_part
 
 FORMS = ("flat", "nested", "raw", "async")
 
@@ -67,7 +82,24 @@ def test_resharding_is_bit_identical(ranks, tmp_path, source, target):
     assert_equal(loaded, saved)
 
 
-@pytest.mark.parametrize("job", ["fsdp4", "fsdp2_tp2", "ep2", "pp2_fsdp2"])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("fsdp3", "tp2"), ("hsdp", "fsdp4"), ("plain", "hsdp"), ("fsdp4", "fsdp2_tp2"), ("pp2_fsdp2", "plain")],
+)
+def test_training_goes_on_at_another_layout(ranks, tmp_path, source, target):
+    ranks(Plan(source, range(2), save=str(tmp_path)))
+    got = whole(target, ranks(Plan(target, range(2, 4), load=str(tmp_path))))
+    unsharded = whole("plain", [run_job(0, Plan("plain", range(4)))])
+    fresh = whole(target, ranks(Plan(target, range(2, 4))))
+    assert got.keys() == unsharded.keys()
+    for key, wanted in unsharded.items():
+        # updates are fp32 sums in another order; weights are 0.1 to 1, updates 0.02 to 0.2
+        assert torch.allclose(got[key].double(), wanted.double(), rtol=1e-5, atol=1e-5), key
+    assert not torch.allclose(fresh["wide"], unsharded["wide"], atol=1e-3)
+    assert got["head.step"] == 4
+
+
+@pytest.mark.parametrize("job", ["fsdp4", "fsdp3", "hsdp", "tp2", "plain", "fsdp2_tp2", "ep2", "pp2_fsdp2"])
 def test_resumption_is_bit_identical(ranks, tmp_path, job):
     straight = ranks(Plan(job, range(20)))
     first = ranks(Plan(job, range(10), save=str(tmp_path)))
@@ -145,6 +177,51 @@ def test_checkpoint_of_another_model_names_the_parameter(tmp_path, change):
     with pytest.raises(CheckpointException, match=message):
         load_checkpoint(net, optimizer, str(tmp_path), "flat")
     assert_equal(snapshot(net, optimizer), before)
+
+
+def save_older(path, lost):
+    """Writes a flat checkpoint without the keys that end so; returns the optimizer's part of it."""
+    net = Net(0, "plain")
+    optimizer = make_optimizer(net)
+    train_step(0, "plain", net, optimizer, 0)
+    flat = {key: value for key, value in optimizer_content(net, optimizer, "flat").items() if not key.endswith(lost)}
+    dcp.save({"model": net.state_dict(), "optimizer": flat}, checkpoint_id=path)
+    return flat
+
+
+def load_older(path):
+    net = Net(0, "plain")
+    optimizer = make_optimizer(net, lr=0.5, block_lr_multiplier=0.5)
+    flat = optimizer_content(net, optimizer, "flat")
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    content = copy.deepcopy({"model": net.state_dict(), "optimizer": saved_part(flat, saved)})
+    dcp.load(content, checkpoint_id=path)
+    set_optimizer_state_dict(
+        net, optimizer, flat | content["optimizer"], options=StateDictOptions(flatten_optimizer_state_dict=True)
+    )
+    return optimizer, optimizer_content(net, optimizer, "flat")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_flat_checkpoint_of_an_older_version(tmp_path):
+    older = save_older(tmp_path, (".fused", ".flatten", ".block_lr_multiplier"))
+    optimizer, loaded = load_older(tmp_path)
+    assert [(group["lr"], group["block_lr_multiplier"]) for group in optimizer.param_groups[:2]] == [
+        (0.02, 0.5),
+        (0.01, 0.5),
+    ]
+    assert older.keys() < loaded.keys()
+    state = {key: value for key, value in older.items() if key.startswith("state.")}
+    assert state["state.wide.momentum_buffer"].any()
+    assert_equal({key: loaded[key] for key in state}, state)
+
+
+@pytest.mark.parametrize("lost", ["state.wide.momentum_buffer", "state.norm.exp_avg_sq", "state.head.step"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_flat_checkpoint_without_state_is_refused(tmp_path, lost):
+    save_older(tmp_path, lost)
+    with pytest.raises(CheckpointException, match=f"Missing key in checkpoint state_dict: optimizer.{lost}"):
+        load_older(tmp_path)
 
 
 def test_resumption_without_state_differs(ranks, tmp_path):

@@ -1,5 +1,6 @@
 """Real processes over gloo: models as trainers build them, missing gradients, disagreement, the all-to-all."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -256,10 +257,10 @@ def disagree(rank, name, what):
 )
 def test_ranks_with_different_plans_all_raise(gloo, name, what, named):
     for message, unchanged in gloo.run(disagree, name, what, timeout=40):
-        assert message.startswith("the ranks have different parameter groups; the first difference:\nthis rank:    ")
+        assert message.startswith("the ranks have different parameter groups; the first difference:\nthis rank: ")
         assert named in message
-        assert "\nanother rank: " in message
-        assert message.endswith("\nGive every rank the same parameters, in the same order, with the same options.")
+        assert re.search(r"\nrank \d: ", message)
+        assert "\nGive every rank the same parameters, in the same order, with the same options" in message
         assert unchanged
 
 
@@ -267,7 +268,7 @@ def test_ranks_with_different_plans_all_raise(gloo, name, what, named):
 def test_ranks_with_the_same_groups_but_other_buckets_all_raise(gloo, name):
     for message, unchanged in gloo.run(disagree, name, "memory", timeout=40):
         assert message.startswith(
-            "the ranks planned different steps; the first difference:\nthis rank:    bucket (12, 20)"
+            "the ranks planned different steps; the first difference:\nthis rank: bucket (12, 20)"
         )
         assert ": a, b\n" in message
         assert ": a\n" in message

@@ -1,7 +1,9 @@
 """Missing and non-finite gradients, and clipping: all ranks do the same, and nothing waits for nothing."""
 
 import copy
+import threading
 import warnings
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
@@ -102,7 +104,9 @@ def test_missing_on_all_ranks_is_skipped(indices):
 
 
 class HostReads(TorchDispatchMode):
-    """Counts the operations that read a tensor's value on the host."""
+    """Counts what reads a tensor's value on the host, on this thread; `seen_on_all_threads` must be entered around."""
+
+    active = threading.local()
 
     def __init__(self):
         super().__init__()
@@ -110,9 +114,50 @@ class HostReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default):
-            tensor = args[0]
-            self.count += tensor.dtype != torch.float32 or tensor.ndim > 0
+            self.note(args[0])
         return func(*args, **(kwargs or {}))
+
+    def __enter__(self):
+        HostReads.active.reads = self
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        HostReads.active.reads = None
+        return super().__exit__(*error)
+
+    def note(self, tensor):
+        # step counters live on the host
+        self.count += tensor.dtype != torch.float32 or tensor.ndim > 0
+
+    @staticmethod
+    @contextmanager
+    def seen_on_all_threads():
+        """Methods that never reach the dispatcher for a tensor on the CPU; a report that has arrived may be read."""
+
+        def noted(method):
+            def call(tensor, *args, **kwargs):
+                # `to(other.device)` is no read; here every device is the CPU
+                names = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+                to_host = method is not torch_to or "cpu" in names
+                if to_host and (reads := getattr(HostReads.active, "reads", None)) is not None:
+                    reads.note(tensor)
+                return method(tensor, *args, **kwargs)
+
+            return call
+
+        def unseen(report):
+            reads, HostReads.active.reads = getattr(HostReads.active, "reads", None), None
+            try:
+                return read(report)
+            finally:
+                HostReads.active.reads = reads
+
+        torch_to, read = torch.Tensor.to, presence._Report.read
+        with ExitStack() as stack:
+            for name in ("tolist", "cpu", "numpy", "to"):
+                stack.enter_context(mock.patch.object(torch.Tensor, name, noted(getattr(torch.Tensor, name))))
+            stack.enter_context(mock.patch.object(presence._Report, "read", unseen))
+            yield
 
 
 def host_reads(rank, nonfinite, missing):
@@ -125,11 +170,25 @@ def host_reads(rank, nonfinite, missing):
     return reads.count
 
 
+def count_host_reads(nonfinite, missing):
+    with HostReads.seen_on_all_threads():
+        return on_threads(4, host_reads, nonfinite, missing)
+
+
+@pytest.mark.parametrize("read", ["tolist", "cpu", "numpy", "item", "to"])
+def test_host_reads_are_seen(read):
+    with HostReads.seen_on_all_threads(), HostReads() as reads:
+        value = torch.ones(1)
+        getattr(value, read)(*["cpu"] * (read == "to"))
+        value.to(torch.float64)
+    assert reads.count == 1
+
+
 def test_no_host_synchronization_when_every_gradient_is_there():
-    assert on_threads(4, host_reads, "propagate", []) == [0] * 4
+    assert count_host_reads("propagate", []) == [0] * 4
     # the negative controls: the counter does see reads
-    assert on_threads(4, host_reads, "skip", []) == [1] * 4
-    reads = on_threads(4, host_reads, "propagate", [(2, 0)])
+    assert count_host_reads("skip", []) == [1] * 4
+    reads = count_host_reads("propagate", [(2, 0)])
     assert reads[2] > 0
     assert reads[:2] == [0, 0]
 
@@ -152,7 +211,7 @@ def steps_of_reads(rank):
 
 
 def test_what_concerns_every_rank_is_read_one_step_later(gloo):
-    """By then it has arrived; `HostReads` does not see this read, of a tensor that is on the host already."""
+    """By then it has arrived; `HostReads` leaves this read out, of a tensor that is on the host already."""
     meshes = 3
     assert gloo(4, steps_of_reads) == [[(1, 2)] * meshes + [(2, 3)] * meshes] * 4
 

@@ -10,6 +10,7 @@ import torch
 from parity import EXACT, full_tensors, set_grad, sharded_params
 from ranks import GlooRanks, on_threads
 from simulated import LAYOUTS, Layout, R, ReferenceMuon, S
+from torch.distributed.tensor import DTensor, Partial
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, SequentialLR
 
 from dtensor_muon import Muon
@@ -93,6 +94,39 @@ def test_growth_is_seen(gloo):
     assert [grown(result) for result in gloo(train_long, 150, True)] == [[True] * 3] * 2
 
 
+def train_replicas(rank, apart):
+    """Returns the local values after 25 steps on hsdp; gradients are the mean over replicas with data of their own."""
+    layout, shapes = LAYOUTS["hsdp"], [(8, 6), (10, 9), (9,)]
+    params = sharded_params(rank, [(weight, layout) for weight in full_tensors(shapes, 0)])
+    optimizer = Muon([{"params": params[:2]}, {"params": params[2:], "optimizer": "adamw", "lr": 0.05}], **EXACT)
+    replica = layout.coordinates(rank)[0]
+    for step in range(25):
+        for index, (param, shape) in enumerate(zip(params, shapes, strict=True)):
+            target = full_tensors([shape], 100 * index + 2 * step + replica)[0]
+            error = DTensor.from_local(
+                (local(param) - layout.cut(target, rank)) / 2,
+                param.device_mesh,
+                [R() if apart else Partial(), S(0)],
+                run_check=False,
+                shape=param.shape,
+                stride=param.stride(),
+            )
+            param.grad = error.redistribute(placements=layout.placements)
+        optimizer.step()
+    values = [value for param in params for value in (param, *optimizer.state[param].values())]
+    return [local(value).clone() for value in values]
+
+
+def test_replicas_of_hsdp_stay_equal():
+    one, two, *others = on_threads(4, train_replicas, False)
+    for shard, replica in ((one, others[0]), (two, others[1])):
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(shard, replica, strict=True))
+    assert not torch.equal(one[0], two[0])
+    # the negative control: gradients that nobody averages
+    apart = on_threads(4, train_replicas, True)
+    assert not torch.equal(apart[0][0], apart[2][0])
+
+
 SCHEDULES = {
     "linear, then cosine": lambda o: SequentialLR(o, [LinearLR(o, 0.5, total_iters=3), CosineAnnealingLR(o, 5)], [3]),
     # Muon has betas, of its AdamW groups, and torch cycles those rather than the momentum
@@ -118,7 +152,7 @@ def train_scheduled(rank, schedule, as_tensor):
         for param, grad in zip(params, full_tensors(shapes, 10 + step), strict=True):
             set_grad(rank, param, grad, layout)
         group = optimizer.param_groups[0]
-        path.append((float(group["lr"]), local(params[0]).clone()))
+        path.append((float(group["lr"]), local(params[0]).clone(), local(params[1]).clone()))
         optimizer.step()
         scheduler.step()
     return path
@@ -132,22 +166,29 @@ def test_schedules(schedule, as_tensor):
     twin = torch.nn.Parameter(torch.ones(1))
     sgd = torch.optim.SGD([{"params": [twin]}, {"params": [torch.nn.Parameter(torch.ones(1))]}], 0.02)
     scheduler = SCHEDULES[schedule](sgd)
-    rates = []
+    rates, rates_of_vector = [], []
     for _ in range(8):
         rates.append(sgd.param_groups[0]["lr"])
+        rates_of_vector.append(sgd.param_groups[1]["lr"])
         sgd.step()
         scheduler.step()
     assert len(set(rates)) > 4
     results = on_threads(4, train_scheduled, schedule, as_tensor)
-    (weight, _), state = full_tensors([(8, 4), (8,)], 0), {}
-    weight = weight.double()
+    (weight, vector), state = full_tensors([(8, 4), (8,)], 0), {}
+    weight, vector = weight.double(), torch.nn.Parameter(vector.double())
+    adamw = torch.optim.AdamW([vector], betas=(0.9, 0.95), weight_decay=0.0)
     for step, lr in enumerate(rates):
         for rank, path in enumerate(results):
-            got_lr, shard = path[step]
+            got_lr, shard, of_vector = path[step]
             assert got_lr == pytest.approx(lr, rel=1e-6)  # a tensor's rate is in fp32
             # fp32 against fp64 over up to eight steps
             torch.testing.assert_close(shard.double(), LAYOUTS["fsdp0"].cut(weight, rank), rtol=0, atol=1e-5)
-        grad = full_tensors([(8, 4), (8,)], 10 + step)[0]
+            wanted = LAYOUTS["fsdp0"].cut(vector.detach(), rank)
+            torch.testing.assert_close(of_vector.double(), wanted, rtol=0, atol=1e-5)
+        grad, grad_of_vector = full_tensors([(8, 4), (8,)], 10 + step)
+        vector.grad = grad_of_vector.double()
+        adamw.param_groups[0]["lr"] = rates_of_vector[step]
+        adamw.step()
         weight = ReferenceMuon(lr=lr).step(weight, grad, state)
 
 
@@ -175,6 +216,34 @@ def test_gradient_accumulation_does_not_change_a_bit():
     assert all(torch.equal(one, four) for one, four in zip(whole, quarters, strict=True))
     fewer = on_threads(4, accumulate, [2, 2, 2, 1, 1])
     assert all(torch.equal(one, five) for one, five in zip(whole, fewer, strict=True))
+
+
+def accumulate_backward(rank, size, forget):
+    """Two steps of a linear model under FSDP, over eight samples in micro-batches of this size; returns the shards."""
+    shapes, layout = [(8, 6), (8,)], LAYOUTS["fsdp0"]
+    params = sharded_params(rank, [(weight, layout) for weight in full_tensors(shapes, 0, 0.3)])
+    optimizer = Muon([{"params": params[:1]}, {"params": params[1:], "optimizer": "adamw", "lr": 0.05}], **EXACT)
+    for step in range(2):
+        inputs, targets = full_tensors([(8, 6), (8, 8)], 40 + step)
+        for x, y in zip(inputs.split(size), targets.split(size), strict=True):
+            if forget:
+                optimizer.zero_grad()
+            weight, bias = (param.full_tensor() for param in params)
+            # every rank sees all samples, and full_tensor() sums the gradients of the ranks
+            ((x @ weight.T + bias - y).square().sum() / 8 / layout.world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [local(param).clone() for param in params]
+
+
+def test_accumulated_backward_equals_the_whole_batch():
+    whole, quarters = (on_threads(4, accumulate_backward, size, False) for size in (8, 2))
+    last = on_threads(4, accumulate_backward, 2, True)
+    for one, four, lost in zip(whole, quarters, last, strict=True):
+        for mine, theirs, wrong in zip(one, four, lost, strict=True):
+            # gradients are fp32 sums in another order; updates are of the size 0.05
+            assert torch.allclose(mine, theirs, rtol=0, atol=2e-6)
+            assert not torch.allclose(mine, wrong, rtol=0, atol=1e-4)
 
 
 def scaled(rank, mode, bad, as_scaled):

@@ -5,6 +5,7 @@
 
 import math
 import os
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,12 @@ from parity import reference_step as muon_step
 from ranks import on_threads
 from simulated import Layout, R, ReferenceMuon, S, strided
 from torch import Tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from dtensor_muon import Muon, clip_grad_norm_, get_muon_scale_factor
 
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "300"))
-MOST_RANKS = 6 if EXAMPLES <= 300 else 12
+MOST_RANKS = 8 if EXAMPLES <= 300 else 12
 PROFILE = settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -68,6 +70,11 @@ class Draw:
 def layouts(draw, mesh, ndim):
     dims = [draw(st.sampled_from([None, *range(ndim)])) for _ in mesh]
     order = draw(st.permutations(range(len(mesh))))
+    big = [axis for axis, size in enumerate(mesh) if size > 1]
+    if len(big) > 1 and draw(st.booleans()):
+        # strided: the axis on the right cuts the same dim first
+        dims[big[0]] = dims[big[-1]] = draw(st.integers(0, ndim - 1))
+        order = sorted(order, reverse=True)
     placements = []
     for axis, dim in enumerate(dims):
         if dim is None:
@@ -83,16 +90,22 @@ def layouts(draw, mesh, ndim):
 
 @st.composite
 def draws(draw):
+    sizes = st.integers(1, 4)
     mesh = draw(
-        st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda sizes: math.prod(sizes) <= MOST_RANKS)
+        st.one_of(
+            st.lists(sizes, min_size=1, max_size=3),
+            st.sampled_from([[2, 2], [2, 3], [3, 2], [2, 4], [4, 2]]),
+            st.sampled_from([[2, 2, 2], [1, 2, 2], [2, 1, 3], [2, 2, 1]]),
+        ).filter(lambda sizes: math.prod(sizes) <= MOST_RANKS)
     )
     tensors, kinds, fused = [], [], []
+    plain = draw(st.booleans())  # without fused weights, for which there is no mode "distributed"
     for _ in range(draw(st.integers(1, 3))):
         matrix = draw(st.booleans()) or not tensors
         ndim = draw(st.sampled_from([2, 2, 2, 3])) if matrix else draw(st.integers(1, 2))
         shape = tuple(draw(st.integers(0 if matrix else 1, 9)) for _ in range(ndim))
         description = None
-        if matrix and draw(st.booleans()):
+        if matrix and not plain and draw(st.booleans()):
             sizes, groups = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)), draw(st.integers(1, 4))
             dim, heads = draw(st.sampled_from([0, 0, 1])), draw(st.booleans())
             description = fused_weight(sizes, groups, dim, heads)
@@ -102,6 +115,7 @@ def draws(draw):
         kinds.append(matrix)
         fused.append(description)
     world = math.prod(mesh)
+    mode = draw(st.sampled_from(["auto", "owner", "duplicated"] + ["distributed"] * (not any(fused))))
     # a replica that alone misses a gradient would make replicas differ, so ranks miss one by whole replicas or all do
     missing = set()
     for index, (_, layout) in enumerate(tensors):
@@ -114,7 +128,7 @@ def draws(draw):
             }
     dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16]))
     options = {
-        "tp_mode": draw(st.sampled_from(["auto", "owner", "duplicated"] + ["distributed"] * (not any(fused)))),
+        "tp_mode": mode,
         "nesterov": draw(st.booleans()),
         "momentum": draw(st.sampled_from([0.0, 0.9])),
         "weight_decay": draw(st.sampled_from([0.0, 0.1])),
@@ -181,16 +195,37 @@ def worst_error(run, results):
     return worst
 
 
-@PROFILE
-@given(draws())
-def test_random_steps_equal_the_unsharded_optimizer(run):
-    norms, results = zip(*on_threads(run.world, sharded_step, run), strict=True)
-    assert worst_error(run, results) <= TOLERANCE
-    grads = [grad for grad in map(run.gradient, range(len(run.tensors))) if grad is not None]
-    wanted = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
-    assert len(set(norms)) == 1
-    # sums of fp64 in another order
-    assert norms[0] == pytest.approx(wanted, rel=1e-13)
+def kinds_of(run):
+    kinds = {
+        "strided": any(isinstance(p, _StridedShard) for _, layout in run.tensors for p in layout.placements),
+        "three axes": len(run.tensors[0][1].mesh) == 3 and run.world > 1,
+        "eight ranks": run.world == 8,
+        "distributed": run.options["tp_mode"] == "distributed",
+        "fused": any(run.fused),
+        "missing": bool(run.missing),
+    }
+    return {kind for kind, is_seen in kinds.items() if is_seen}
+
+
+def test_random_steps_equal_the_unsharded_optimizer():
+    seen = Counter()
+
+    @PROFILE
+    @given(draws())
+    def check(run):
+        seen.update(kinds_of(run))
+        norms, results = zip(*on_threads(run.world, sharded_step, run), strict=True)
+        assert worst_error(run, results) <= TOLERANCE
+        grads = [grad for grad in map(run.gradient, range(len(run.tensors))) if grad is not None]
+        wanted = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
+        assert len(set(norms)) == 1
+        # sums of fp64 in another order
+        assert norms[0] == pytest.approx(wanted, rel=1e-13)
+
+    check()
+    # a kind that hardly appears is not tested
+    assert min(seen[kind] for kind in ("strided", "three axes", "distributed", "fused", "missing")) > EXAMPLES / 15
+    assert seen["eight ranks"] >= EXAMPLES // 20, seen
 
 
 def test_the_comparison_can_fail():

@@ -94,6 +94,29 @@ def test_state_of_torch_optimizers_loads_as_it_is():
     assert all(torch.equal(optimizer.state[vector][key], value) for key, value in adamw.state[vector].items())
 
 
+def test_state_in_the_style_of_emerging_optimizers_loads_as_it_is():
+    """Group keys as Megatron-LM leaves them around its `momentum_buffer`, an exponential average."""
+    buffers = full_tensors([(4, 6), (6, 4)], 0)
+    group = {
+        **{"lr": 0.1, "momentum": 0.9, "use_nesterov": True, "weight_decay": 0.05, "use_decoupled_weight_decay": True},
+        **{"split_qkv": False, "is_qkv_fn": None, "qkv_split_shapes": None, "fp32_matmul_prec": "high"},
+        **{"coefficient_type": "simple", "num_ns_steps": 6, "scale_mode": "unit_rms_norm", "extra_scale_factor": 0.2},
+        **{"tp_mode": "duplicated", "wd_mult": 1.0, "lr_mult": 1.0, "pre_wd_mult": 1.0, "pre_lr_mult": 1.0},
+        **{"is_expert_parallel": False, "is_decoupled_lr": False, "max_lr": 0.1, "min_lr": 0.0, "params": [0, 1]},
+    }
+    saved = {"state": {i: {"momentum_buffer": b.clone()} for i, b in enumerate(buffers)}, "param_groups": [group]}
+    params = [torch.nn.Parameter(torch.ones(buffer.shape)) for buffer in buffers]
+    optimizer = Muon(params)
+    with pytest.warns(UserWarning, match="is_decoupled_lr, is_expert_parallel, lr_mult, .* does not know: ignored"):
+        optimizer.load_state_dict(saved)
+    for param, buffer in zip(params, buffers, strict=True):
+        assert torch.equal(optimizer.state[param]["momentum_buffer"], buffer)
+    loaded = optimizer.param_groups[0]
+    kept = ("lr", "momentum", "weight_decay", "num_ns_steps", "scale_mode", "extra_scale_factor", "tp_mode")
+    assert {key: loaded[key] for key in kept} == {key: group[key] for key in kept}
+    train(optimizer)
+
+
 @pytest.mark.parametrize("key", ["momentum", "momentum_buffer"])
 @pytest.mark.parametrize("explicit", [True, False])
 def test_heavy_ball_momentum(key, explicit):
@@ -237,3 +260,16 @@ def test_meta_parameters_get_their_state_on_first_use():
     real = torch.nn.Parameter(torch.ones(4, 6))
     torch.utils.swap_tensors(matrix, real)
     assert optimizer.state_dict()["state"][0]["momentum_buffer"].device.type == "cpu"
+
+
+def test_loading_onto_meta_raises_and_loads_after_materialization():
+    matrix = torch.nn.Parameter(torch.ones(4, 6, device="meta"))
+    optimizer = Muon([("layer.weight", matrix)])
+    saved = Muon([("layer.weight", torch.nn.Parameter(torch.ones(4, 6)))])
+    train(saved)
+    with pytest.raises(ValueError, match=r"layer.weight \(shape \(4, 6\).* is on the meta device, .* materialize"):
+        optimizer.load_state_dict(saved.state_dict())
+    torch.utils.swap_tensors(matrix, torch.nn.Parameter(torch.ones(4, 6)))
+    optimizer.load_state_dict(saved.state_dict())
+    buffers = [next(iter(each.state.values()))["momentum_buffer"] for each in (optimizer, saved)]
+    assert torch.equal(*buffers)
