@@ -2,9 +2,9 @@
 
 [Note: agreement]
 When a plan is made, texts are compared: names, shapes, order and options, so a difference is named at the first step
-(the constructor makes no collective). Options, the number of steps and what was loaded may drift apart later. Every step
-sends flags for missing gradients anyway; the step count and a fingerprint of the options and step counters ride along in
-that reduction (see `presence`), so that no collective is added.
+(the constructor makes no collective). Options, the number of steps and what was loaded may drift apart later. Every
+step sends flags for missing gradients anyway; the step count and a fingerprint of the options and step counters ride
+along in that reduction (see `presence`), so that no collective is added.
 """
 
 import hashlib

@@ -161,8 +161,8 @@ class Presence:
 
         Raises:
             RuntimeError: A gradient was missing on a part of its replicas, or the ranks have made different numbers of
-                steps or have different options or step counters. Raised on all ranks of the mesh; the first until values
-                are loaded, the others once.
+                steps or have different options or step counters. Raised on all ranks of the mesh; the first until
+                values are loaded, the others once.
         """
         reports, self._reports = self._reports, []
         found = [(report, report.read()) for report in reports]
