@@ -84,7 +84,7 @@ def test_gradients_are_not_tracked():
 
 
 @pytest.mark.parametrize("iteration", ["plain", "gram"])
-@pytest.mark.parametrize("shape", [(8, 13), (300, 450)])
+@pytest.mark.parametrize("shape", [(8, 13), (260, 300)])
 def test_simulated_ranks_may_hold_different_numbers_of_matrices(iteration, shape):
     triples = get_coefficients("quintic", 5)
     with LocalTensorMode(3):
