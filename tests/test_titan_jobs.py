@@ -25,12 +25,8 @@ pytestmark = [
 ROOT = Path(__file__).parent.parent
 STEPS, SAVED_AT = 12, 6
 EXPERT_STEPS = 4
-# job -> sizes of the parts and number of the weights that have them
-EXPERT_JOBS = {
-    "deepseek_v3": {"(32, 8)": 3, "(16, 16)": 3},
-    "gpt_oss": {"(1, 1)": 2},
-    "qwen3_moe": {"(16,)": 8},
-}
+# job -> sizes of the parts and number of the weights that have them; `.ci/run` trains those of other models, too
+EXPERT_JOBS = {"deepseek_v3": {"(32, 8)": 3, "(16, 16)": 3}}
 LOSS = re.compile(r"step: *(\d+) +loss: +([\d.]+)")
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -139,9 +135,7 @@ def test_expert_parallel_job_trains_with_fused_weights_taken_apart(results, name
 
 
 def test_load_balancing_moves_the_experts_of_every_moe_layer(results):
-    moved = {name: job["moved_expert_biases"] for name, job in zip(EXPERT_JOBS, results["jobs"][2:], strict=True)}
-    # torchtitan balances qwen3's experts by no hook
-    assert moved == {"deepseek_v3": 2, "gpt_oss": 2, "qwen3_moe": 0}
+    assert [job["moved_expert_biases"] for job in results["jobs"][2:]] == [2]
 
 
 def test_asynchronous_checkpoint_loads_on_another_layout(results):
