@@ -186,11 +186,12 @@ class Muon(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns state and options; see `torch.optim.Optimizer.state_dict`. Raises what `step` would of replicas."""
         self._presence.check_replicas()
-        for group in self.param_groups:
+        self._init_all()
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
             if isinstance(group["fused"], FusedDim):
                 group["fused"] = group["fused"].to_option()
-        self._init_all()
-        return super().state_dict()
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict; see `torch.optim.Optimizer.load_state_dict`. Momentum buffers keep their own dtype.

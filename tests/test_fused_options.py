@@ -235,6 +235,8 @@ def test_a_description_given_later_counts(change, separate):
     optimizer.step()
     torch.testing.assert_close(weight.detach(), separate, rtol=0, atol=1e-6)
     assert not isinstance(optimizer.state_dict()["param_groups"][0]["fused"], FusedDim)
+    # a rank that saves alone must not change what the ranks compare
+    assert isinstance(group["fused"], FusedDim) == (change == "fused")
 
 
 @pytest.mark.parametrize(
